@@ -1,0 +1,40 @@
+"""The one table of tolerances. Every bound of the suite is one of these four families, with the reason it holds.
+
+exact        The same operations in the same order on the same values (copies, packing, codes, recompute): 0.
+elementwise  A fixed short chain of roundings a value: each op errs by at most half an ulp of its result, eps/2
+             relative; a chain of `ops` of them by ops * eps / 2, and `exp`, `sqrt` count for two (within 1 ulp).
+reduction    A sum of n products whose signs vary: rounding errors add like a random walk, so the error relative to the
+             norm of the terms is about eps * sqrt(n) / 2; c = 4 covers the tail and the dependence on order.
+quantised    NF4's codes are at most 0.304 apart on [-1, 1] (-1 to -0.696), so a value errs by at most 0.152 absmax.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+EXACT = 0.0
+QUANTISED_NF4 = 0.152
+"""Half of NF4's widest gap, relative to the block's absmax."""
+
+ENGINE_FP32 = 1e-5
+"""A whole step in fp32 against the fp64 oracle, norm-wise: about 50 roundings in a row (3 layers, forward and back), each
+reduction over <= 150 terms: eps * sqrt(150) * sqrt(50) is 1e-5."""
+
+ENGINE_FP64 = 1e-10
+"""The same in fp64 is 2e-14; the rest of the room is the fp32 angle table (not used) and fp32 scalars such as the lr."""
+
+OPTIMIZER = 1e-6
+"""Three AdamW updates in fp32: about 10 roundings each, 30 * eps / 2 = 2e-6 of the update, which is at most lr * 3 and so
+far below the parameter's own size; the bound is relative to the parameter's norm."""
+
+
+def elementwise(dtype: torch.dtype, ops: int) -> float:
+    """Relative bound for a chain of `ops` roundings in `dtype`."""
+    return ops * torch.finfo(dtype).eps / 2
+
+
+def reduction(dtype: torch.dtype, n: int, c: float = 4.0) -> float:
+    """Bound relative to the norm of the result's terms for a sum of `n` of them in `dtype`."""
+    return c * torch.finfo(dtype).eps * math.sqrt(max(n, 1))
