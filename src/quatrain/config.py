@@ -7,6 +7,7 @@ come from here. `build` reports all problems of a configuration at once.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -59,7 +60,9 @@ class InstructConfig(Options):
     quantize: Literal["nf4", "none"] = Field("nf4", description="how the frozen linears are held")
     double_quant: bool = Field(True, description="quantise NF4's block statistics to 8 bits")
     compute_dtype: ComputeDtype = Field("auto", description="bf16 where the hardware multiplies it, else fp32")
-    checkpoint: CheckpointMode = Field("auto", description="recompute each block (block), keep all (none), or keep what fits")
+    checkpoint: CheckpointMode = Field(
+        "auto", description="recompute each block (block), keep all (none), or keep what fits"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run")
     train_norms: bool = Field(False, description="train the RMSNorm weights too")
     seed: int = Field(42, ge=0, lt=2**31, description="one seed for init, split, order and dropout")
@@ -119,21 +122,217 @@ class GenerateConfig(Options):
     stop: list[str] = Field(default_factory=list, description="texts that end the answer (not shown)")
 
 
+class DataOptions(Options):
+    """Which rows are read, how they become tokens, and which tokens are learned."""
+
+    format: Literal["auto", "jsonl", "json", "csv", "parquet"] = Field(
+        "auto", description="file format; auto looks at the content, not at the name"
+    )
+    row_schema: Literal["auto", "instruction", "alpaca", "messages", "sharegpt", "prompt"] = Field(
+        "auto", description="what a row holds; auto decides for each row and refuses ambiguous ones"
+    )
+    prompt_field: str | None = Field(None, min_length=1, description="column that holds the prompt")
+    response_field: str | None = Field(None, min_length=1, description="column that holds the response")
+    system_field: str | None = Field(None, min_length=1, description="column that holds the system text")
+    system: str | None = Field(None, description="system text for rows that have none")
+    json_fields: list[str] = Field(
+        default_factory=list, description="columns whose objects are written as JSON text (one line, keys as they come)"
+    )
+    chat_template: str | None = Field(
+        None, min_length=1, description="a built-in template's name or a Jinja file; default: the model's own"
+    )
+    template_date: str | None = Field(
+        None,
+        pattern=r"^\d{4}-\d{2}-\d{2}$",
+        description="today, YYYY-MM-DD, for templates that print the date; default: the day of the run",
+    )
+    truncation: Literal["drop", "truncate"] = Field(
+        "drop", description="a row longer than max_seq_len is dropped and counted, or loses its end"
+    )
+    train_on_eos: Literal["all", "last", "none"] = Field(
+        "all", description="assistant turns whose end token is learned"
+    )
+    last_turn_only: bool = Field(False, description="learn the last assistant turn only")
+    keep_empty: bool = Field(False, description="keep rows with an empty answer: they train the end token alone")
+    allow_special: bool = Field(
+        False, description="let special-token text inside the data become control tokens (unsafe with foreign text)"
+    )
+    on_bad_row: Literal["stop", "skip"] = Field(
+        "stop", description="a row that cannot be used stops the run, or is counted"
+    )
+    max_unsupervised: float = Field(
+        0.5, ge=0, le=1, description="stop if more than this share of the rows has no supervised token left"
+    )
+    val_split: float = Field(0.0, ge=0, lt=1, description="share of the rows held out for validation")
+    validation: str | None = Field(None, min_length=1, description="a file of validation rows")
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> DataOptions:
+        if (self.prompt_field is None) != (self.response_field is None):
+            raise ValueError("prompt_field and response_field go together; set both")
+        if self.prompt_field is not None and self.row_schema not in ("auto", "prompt"):
+            raise ValueError(f"prompt_field and row_schema={self.row_schema} contradict each other; leave one out")
+        if self.val_split and self.validation:
+            raise ValueError("val_split and validation contradict each other; leave one out")
+        return self
+
+
+class TrainOptions(Options):
+    """How long to train, what one optimizer step holds, and what is kept on the way."""
+
+    epochs: int | None = Field(
+        None, ge=1, description="passes over the training rows; default: 3 unless max_steps is given"
+    )
+    max_steps: int | None = Field(None, ge=1, description="stop after this many optimizer steps (instead of epochs)")
+    batch_size: int = Field(8, ge=1, description="rows of one micro-batch")
+    accumulation: int = Field(1, ge=1, description="micro-batches of one optimizer step")
+    batch_tokens: int | None = Field(
+        None, ge=2, description="fill each optimizer step with rows up to this many tokens (instead of counting rows)"
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="learning rate after warm-up")
+    warmup_steps: int | None = Field(None, ge=0, description="optimizer steps of warm-up (instead of warmup_ratio)")
+    warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of all optimizer steps spent warming up")
+    lr_floor: float = Field(0.0, ge=0, le=1, description="lowest learning rate, as a fraction of the peak")
+    eval_every: int | Literal["epoch"] = Field(
+        "epoch", description="evaluate every N optimizer steps or every epoch; always at the end as well"
+    )
+    patience: int | None = Field(
+        None,
+        ge=1,
+        description="stop when this many evaluations in a row are no better than the best (NaN is no better)",
+    )
+    save_every: int | Literal["epoch"] = Field(
+        "epoch", description="write a checkpoint every N optimizer steps or every epoch; always at the end as well"
+    )
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints to keep; the best one is kept besides")
+    max_skipped_steps: int = Field(
+        5, ge=1, description="stop when this many steps in a row have non-finite gradients and are skipped"
+    )
+
+    @field_validator("eval_every", "save_every", mode="before")
+    @classmethod
+    def _every_is_positive(cls, value: Any) -> Any:
+        if value != "epoch" and not (str(value).isdigit() and int(value) > 0):
+            raise ValueError("want 'epoch' or a number of optimizer steps of at least 1")
+        return value
+
+    @field_validator("warmup_steps", mode="before")
+    @classmethod
+    def _warmup_is_whole(cls, value: Any) -> Any:
+        try:
+            fraction = 0 < float(value) < 1
+        except (TypeError, ValueError):
+            return value
+        if fraction:
+            raise ValueError("want a whole number of optimizer steps; did you mean warmup_ratio?")
+        return value
+
+    @model_validator(mode="after")
+    def _one_way_to_say_it(self) -> TrainOptions:
+        both = [
+            f"{first} and {second} contradict each other: give one of them"
+            for first, second in EXCLUSIVE
+            if {first, second} <= self.model_fields_set
+            and getattr(self, first) is not None
+            and getattr(self, second) is not None
+        ]
+        if both:
+            raise ValueError("; ".join(both))
+        return self
+
+    @property
+    def num_epochs(self) -> int:
+        """Epochs of a run that is measured in epochs."""
+        return self.epochs or 3
+
+
+class RunOptions(Options):
+    """What to train on what, where the run folder is, and what to do with one that exists."""
+
+    model: str = Field(min_length=1, description="a model folder, a GGUF file, a hub id, or the alias smollm2-135m")
+    data: list[str] = Field(
+        min_length=1, description="training data: JSONL, JSON, CSV or Parquet, also gzipped (repeatable)"
+    )
+    out: str = Field(min_length=1, description="the run folder: checkpoints, metrics and the adapter go there")
+    resume: bool = Field(False, description="go on from the newest complete checkpoint in the run folder")
+    override: bool = Field(False, description="on resume, let options given now replace those of the checkpoint")
+    overwrite: bool = Field(False, description="replace an earlier run in the same folder")
+    threads: int | None = Field(None, ge=1, description="CPU threads; default: what torch finds")
+
+    @model_validator(mode="after")
+    def _resume_or_start_over(self) -> RunOptions:
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite contradict each other: give one of them")
+        if self.override and not self.resume:
+            raise ValueError("override only has a meaning together with resume")
+        return self
+
+
+EXCLUSIVE = (
+    ("epochs", "max_steps"),
+    ("warmup_steps", "warmup_ratio"),
+    ("batch_tokens", "batch_size"),
+    ("batch_tokens", "accumulation"),
+)
+
+# Names that other trainers use for these options: only for the "did you mean" of an unknown name.
+_SYNONYMS = {
+    "lr": "learning_rate",
+    "r": "lora_rank",
+    "rank": "lora_rank",
+    "lora_r": "lora_rank",
+    "alpha": "lora_alpha",
+    "target_modules": "lora_targets",
+    "quant": "quantize",
+    "dropout": "lora_dropout",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "accumulation",
+    "gradient_checkpointing": "checkpoint",
+    "lr_scheduler_type": "schedule",
+    "early_stopping_patience": "patience",
+    "eval_steps": "eval_every",
+    "save_steps": "save_every",
+    "save_total_limit": "keep_checkpoints",
+    "output_dir": "out",
+    "model_name_or_path": "model",
+    "bf16": "compute_dtype",
+}
+
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def build(cls: type[OptionsT], values: dict[str, Any], *, where: str = "options") -> OptionsT:
     """`cls(**values)`, or one ConfigError that lists every problem, with the near name for an unknown key."""
-    try:
-        return cls(**values)
-    except ValidationError as error:
-        lines = [_problem(cls, problem) for problem in error.errors()]
-        raise ConfigError(f"{where}: " + "; ".join(lines)) from None
+    built: OptionsT = build_all((cls,), values, where=where)[cls]
+    return built
 
 
-def _problem(cls: type[Options], problem: Any) -> str:
-    name = ".".join(str(part) for part in problem["loc"]) or "options"
-    if problem["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, cls.model_fields, n=1)
-        return f"unknown option {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
-    return f"{name}: {problem['msg'].removeprefix('Value error, ')} (got {problem['input']!r})"
+def build_all(classes: Sequence[type[Any]], values: dict[str, Any], *, where: str = "options") -> dict[type[Any], Any]:
+    """Several option sets from one flat mapping. Raises one ConfigError that lists every problem of all of them."""
+    known = {name for cls in classes for name in cls.model_fields}
+    problems = [_unknown(name, known) for name in values if name not in known]
+    built = {}
+    for cls in classes:
+        try:
+            built[cls] = cls(**{name: value for name, value in values.items() if name in cls.model_fields})
+        except ValidationError as error:
+            problems += [_problem(problem) for problem in error.errors()]
+    if problems:
+        raise ConfigError(f"{where}: " + "; ".join(problems))
+    return built
+
+
+def _unknown(name: str, known: Collection[str]) -> str:
+    plain = name.replace("-", "_")
+    synonym = _SYNONYMS.get(plain)
+    near = [synonym] if synonym in known else difflib.get_close_matches(plain, known, n=1)
+    return f"unknown option {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
+
+
+def _problem(problem: Any) -> str:
+    kind, where = problem["type"], ".".join(str(part) for part in problem["loc"][:1])
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "want")
+    if kind == "missing":
+        return f"{where}: nothing given, and there is no default"
+    return f"{where}: {message} (got {problem['input']!r})" if where else message
