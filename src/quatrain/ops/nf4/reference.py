@@ -47,28 +47,20 @@ def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
     Raises KernelError for another rank or dtype, an empty tensor, or a value that is not finite.
     """
     if weight.ndim != 2 or weight.numel() == 0:
-        raise KernelError(
-            f"nf4.quantize: weight: want a matrix with elements, got shape {tuple(weight.shape)}"
-        )
+        raise KernelError(f"nf4.quantize: weight: want a matrix with elements, got shape {tuple(weight.shape)}")
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise KernelError(
-            f"nf4.quantize: weight: want float32, bfloat16 or float16, got {weight.dtype}"
-        )
+        raise KernelError(f"nf4.quantize: weight: want float32, bfloat16 or float16, got {weight.dtype}")
     values = weight.detach().reshape(-1)
     absmax = _block_absmax(values)
     if not torch.isfinite(absmax).all():
-        raise KernelError(
-            "nf4.quantize: weight: want finite values, got NaN or infinity"
-        )
+        raise KernelError("nf4.quantize: weight: want finite values, got NaN or infinity")
     codes = _codes(values, absmax)
     shape = (weight.shape[0], weight.shape[1])
     if not double_quant:
         return Nf4Tensor(shape, codes, absmax=absmax)
     offset = absmax.mean()
     if not torch.isfinite(offset):
-        raise KernelError(
-            "nf4.quantize: weight: values are too large for nested statistics (the mean overflows)"
-        )
+        raise KernelError("nf4.quantize: weight: values are too large for nested statistics (the mean overflows)")
     absmax_codes, absmax2 = _quantize_statistics(absmax - offset)
     return Nf4Tensor(
         shape,
@@ -86,16 +78,12 @@ def dequantize(out: torch.Tensor, w: Nf4Tensor) -> None:
     Raises KernelError if `out` has another shape or is not contiguous.
     """
     if tuple(out.shape) != w.shape or not out.is_contiguous():
-        raise KernelError(
-            f"nf4.dequantize: out: want contiguous {w.shape}, got {tuple(out.shape)} {out.stride()}"
-        )
+        raise KernelError(f"nf4.dequantize: out: want contiguous {w.shape}, got {tuple(out.shape)} {out.stride()}")
     flat, n = out.view(-1), w.numel
     absmax = block_absmax(w)
     size = min(_CHUNK, n + n % 2)
     index = torch.empty(size // 2, dtype=torch.int32)
-    pairs = torch.empty(
-        size // 2, dtype=torch.float64
-    )  # each element is two fp32 values
+    pairs = torch.empty(size // 2, dtype=torch.float64)  # each element is two fp32 values
     for start in range(0, n, _CHUNK):
         stop = min(start + _CHUNK, n)
         count = (stop - start + 1) // 2
@@ -108,12 +96,7 @@ def block_absmax(w: Nf4Tensor) -> torch.Tensor:
     """The block scales of `w`, fp32 [ceil(n / 64)], nested statistics undone."""
     if w.absmax is not None:
         return w.absmax
-    assert (
-        w.absmax_codes is not None
-        and w.absmax2 is not None
-        and w.offset is not None
-        and w.code2 is not None
-    )
+    assert w.absmax_codes is not None and w.absmax2 is not None and w.offset is not None and w.code2 is not None
     absmax = w.code2[w.absmax_codes.int()]
     full = absmax.numel() // NESTED_BLOCK
     absmax[: full * NESTED_BLOCK].view(full, NESTED_BLOCK).mul_(w.absmax2[:full, None])
@@ -149,11 +132,7 @@ def _nested_bins() -> torch.Tensor:
 def _code_pairs() -> torch.Tensor:
     """The two values of each possible byte, high nibble first: fp32 [256, 2], seen as 256 eight-byte elements."""
     byte = torch.arange(256)
-    return (
-        torch.stack([CODE[byte >> 4], CODE[byte & 15]], dim=1)
-        .view(torch.float64)
-        .view(-1)
-    )
+    return torch.stack([CODE[byte >> 4], CODE[byte & 15]], dim=1).view(torch.float64).view(-1)
 
 
 def _block_absmax(values: torch.Tensor) -> torch.Tensor:
@@ -163,9 +142,7 @@ def _block_absmax(values: torch.Tensor) -> torch.Tensor:
     step = _CHUNK // BLOCK
     for start in range(0, full, step):
         stop = min(start + step, full)
-        absmax[start:stop] = (
-            values[start * BLOCK : stop * BLOCK].view(-1, BLOCK).abs().amax(dim=1)
-        )
+        absmax[start:stop] = values[start * BLOCK : stop * BLOCK].view(-1, BLOCK).abs().amax(dim=1)
     if full < absmax.numel():
         absmax[full] = values[full * BLOCK :].abs().amax().float().clamp(min=_TINY)
     return absmax
@@ -180,9 +157,7 @@ def _codes(values: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     for start in range(0, full, _CHUNK):
         stop = min(start + _CHUNK, full)
         blocks = values[start:stop].float().view(-1, BLOCK)
-        scaled = (blocks * reciprocal[start // BLOCK : stop // BLOCK, None]).clamp_(
-            -1, 1
-        )
+        scaled = (blocks * reciprocal[start // BLOCK : stop // BLOCK, None]).clamp_(-1, 1)
         packed[start // 2 : stop // 2] = _pack(_nearest(scaled.view(-1)))
     if full < n:
         tail = _nearest((values[full:].float() / absmax[-1]).clamp_(-1, 1))
@@ -207,14 +182,10 @@ def _pack(codes: torch.Tensor) -> torch.Tensor:
 def _quantize_statistics(centred: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The 8-bit codes [blocks] of the centred absmax and the scale [ceil(blocks / 256)] of each group of 256."""
     blocks = centred.numel()
-    groups = torch.nn.functional.pad(centred, (0, -blocks % NESTED_BLOCK)).view(
-        -1, NESTED_BLOCK
-    )
+    groups = torch.nn.functional.pad(centred, (0, -blocks % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     absmax2 = groups.abs().amax(dim=1)
     scaled = (groups * (1.0 / absmax2)[:, None]).clamp_(-1, 1)
-    codes = _nested_bins()[
-        ((scaled + 1.0) * 0.5 * (_BINS - 1) + 0.5).nan_to_num(0.0).int()
-    ]
+    codes = _nested_bins()[((scaled + 1.0) * 0.5 * (_BINS - 1) + 0.5).nan_to_num(0.0).int()]
     codes[absmax2 == 0] = 0  # 0 / 0: any code stands for zero, bitsandbytes writes 0
     return codes.view(-1)[:blocks].clone(), absmax2
 
