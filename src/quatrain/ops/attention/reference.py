@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -21,7 +22,7 @@ def attention_forward(
     window: int | None,
 ) -> None:
     """out [T, Hq, D] =, lse [T, Hq] = (accumulation dtype), from q [T, Hq, D], k, v [T, Hk, D]."""
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, end in pairwise(cu_seqlens):
         keys, values = _heads_first(k[start:end], lse.dtype), _heads_first(v[start:end], lse.dtype)
         for a, b, lo in query_blocks(end - start, q.shape[1], window):
             block = slice(start + a, start + b)
@@ -48,7 +49,7 @@ def attention_backward(
 ) -> None:
     """dq [T, Hq, D] =, dk, dv [T, Hk, D] = from dout [T, Hq, D] and what the forward read and wrote. `dq` may be `dout`."""
     num_kv_heads, wide = k.shape[1], lse.dtype
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, end in pairwise(cu_seqlens):
         keys, values = _heads_first(k[start:end], wide), _heads_first(v[start:end], wide)
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         for a, b, lo in query_blocks(end - start, q.shape[1], window):

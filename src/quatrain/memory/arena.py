@@ -1,0 +1,75 @@
+"""The arena: one allocation that hands out exactly the slots of a plan.
+
+Untouched pages of the allocation cost nothing on systems that commit lazily, so a short batch stays cheap. Under test
+(`poison=True`) every slot starts as NaN (0xAA for integers) and stands between guard words, so that a read of unwritten
+memory or a stray write shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from quatrain.memory.plan import Slot
+
+GUARD_BYTES = 64
+GUARD = 0x5C
+POISON_INT = 0xAA
+
+poison_by_default = False
+"""Set by the test suite."""
+
+
+class Arena:
+    """Named tensors in one block of memory."""
+
+    def __init__(self, slots: Sequence[Slot], device: torch.device | str = "cpu", poison: bool | None = None) -> None:
+        self.poisoned = poison_by_default if poison is None else poison
+        self.nbytes = sum(slot.nbytes for slot in slots)
+        guard = GUARD_BYTES if self.poisoned else 0
+        self._block = torch.empty(self.nbytes + guard * (len(slots) + 1), dtype=torch.uint8, device=device)
+        if self.poisoned:
+            self._block.fill_(GUARD)
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._guards: list[tuple[str, torch.Tensor]] = []
+        offset = 0
+        for slot in slots:
+            if slot.name in self._tensors:
+                raise ValueError(f"two slots are named {slot.name!r}")
+            self._guards.append((slot.name, self._block[offset : offset + guard]))
+            offset += guard
+            size = slot.dtype.itemsize
+            for dim in slot.shape:
+                size *= dim
+            self._tensors[slot.name] = self._block[offset : offset + size].view(slot.dtype).view(slot.shape)
+            self._poison(self._tensors[slot.name])
+            offset += slot.nbytes
+        self._guards.append(("the end", self._block[offset : offset + guard]))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The tensor of a slot. KeyError for a name that is not in the plan."""
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Says that nobody may read these slots before they are written again; under test they turn to poison."""
+        if self.poisoned:
+            for tensor in tensors:
+                self._poison(tensor)
+
+    def check_guards(self) -> None:
+        """Raises AssertionError naming the slots whose neighbouring guard words were overwritten (under test)."""
+        broken = [name for name, guard in self._guards if not bool((guard == GUARD).all())]
+        if broken:
+            raise AssertionError(f"memory was written outside its slot just before: {', '.join(broken)}")
+
+    def _poison(self, tensor: torch.Tensor) -> None:
+        if not self.poisoned:
+            return
+        if tensor.dtype.is_floating_point:
+            tensor.fill_(float("nan"))
+        else:
+            tensor.view(torch.uint8).fill_(POISON_INT)
