@@ -19,15 +19,15 @@ QUANTISED_NF4 = 0.152
 """Half of NF4's widest gap, relative to the block's absmax."""
 
 ENGINE_FP32 = 1e-5
-"""A whole step in fp32 against the fp64 oracle, norm-wise: about 50 roundings in a row (3 layers, forward and back), each
-reduction over <= 150 terms: eps * sqrt(150) * sqrt(50) is 1e-5."""
+"""A whole step in fp32 against the fp64 oracle, norm-wise: about 50 ops in a row (3 layers, forward and back), each a
+reduction over at most 150 terms: eps * sqrt(150) * sqrt(50) is 1e-5."""
 
 ENGINE_FP64 = 1e-10
-"""The same in fp64 is 2e-14; the rest of the room is the fp32 angle table (not used) and fp32 scalars such as the lr."""
+"""The same in fp64 is 2e-14; gradients that nearly cancel lose up to four digits of it."""
 
 OPTIMIZER = 1e-6
-"""Three AdamW updates in fp32: about 10 roundings each, 30 * eps / 2 = 2e-6 of the update, which is at most lr * 3 and so
-far below the parameter's own size; the bound is relative to the parameter's norm."""
+"""Three AdamW updates in fp32, relative to the parameter's norm: about 10 roundings an update, 30 * eps / 2 = 2e-6
+of its size, and an update is at most lr, far below the parameter."""
 
 
 def elementwise(dtype: torch.dtype, ops: int) -> float:

@@ -1,7 +1,7 @@
 """The oracle at the greatest distance: transformers + PEFT + bitsandbytes, under torch autograd.
 
-Nothing here calls the engine. `strict_fp64` replaces the three places where transformers rounds to fp32 whatever the
-model's dtype is (RMSNorm, the rotary table, softmax), so that the fp64 oracle is one.
+Nothing here calls the engine. `strict_fp64` replaces the two places where transformers rounds to fp32 whatever the
+model's dtype is (RMSNorm and softmax), so that the fp64 oracle is one.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def trainable(wrapped: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def strict_fp64(wrapped: Any) -> Any:
-    """The same model with every value and every intermediate in fp64."""
+    """The same model with every value and every intermediate in fp64, but for the rotary table.
+
+    Its angles are fp32 in every implementation, so the fp32 table is part of what the model computes, not a rounding.
+    """
     wrapped.double()
     for module in wrapped.modules():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
+        if type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_rms_norm, module)
-        elif kind.endswith("RotaryEmbedding"):
-            module.forward = MethodType(_rotary(type(module).forward), module)
     ALL_ATTENTION_FUNCTIONS.register("strict_fp64", _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register("strict_fp64", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     wrapped.config._attn_implementation = "strict_fp64"
@@ -92,16 +92,6 @@ def strict_fp64(wrapped: Any) -> Any:
 
 def _rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.variance_epsilon)
-
-
-def _rotary(original: Any) -> Any:
-    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        original(self, x, position_ids)  # lets dynamic scaling refresh inv_freq
-        angles = position_ids[..., None].double() * self.inv_freq.double()
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
-
-    return forward
 
 
 def _attention(
