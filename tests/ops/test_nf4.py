@@ -68,7 +68,7 @@ def assert_equals_oracle(weight: torch.Tensor, double_quant: bool) -> Nf4Tensor:
 
 def dequantized_by_oracle(packed: torch.Tensor, state) -> torch.Tensor:
     """bitsandbytes' own choice of kernel, except where its AVX-512 kernel takes the wrong block scale: rows that are a
-    multiple of 16 but not of 64 (its round trip is then off by 28 %, not 9 %). There its generic kernel is the oracle."""
+    multiple of 16 but not of 64 (its round trip is off by 28 %, not 9 %). There its generic kernel is the oracle."""
     if state.shape[-1] % 64 == 0 or state.shape[-1] % 16:
         return functional.dequantize_4bit(packed, state)
     absmax = state.absmax
