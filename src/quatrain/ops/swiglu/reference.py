@@ -23,5 +23,6 @@ def swiglu_backward(
     for rows in row_chunks(gate.shape[0]):
         wide, d, u = gate[rows].to(accumulate), dout[rows].to(accumulate), up[rows].to(accumulate)
         s = torch.sigmoid(wide)
+        silu = wide * s  # before dgate is written: in place, `wide` is the same memory
         dgate[rows] = d * u * s * (1 + wide * (1 - s))
-        dup[rows] = d * wide * s
+        dup[rows] = d * silu
