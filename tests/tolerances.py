@@ -38,3 +38,24 @@ def elementwise(dtype: torch.dtype, ops: int) -> float:
 def reduction(dtype: torch.dtype, n: int, c: float = 4.0) -> float:
     """Bound relative to the norm of the result's terms for a sum of `n` of them in `dtype`."""
     return c * torch.finfo(dtype).eps * math.sqrt(max(n, 1))
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, statistics and gradients for a compute dtype."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, bound: float, what: str = "") -> None:
+    """||got - want|| <= bound * ||want|| in fp64, and no single value further off than eight times its fair share."""
+    got, want = got.detach().double(), want.detach().double()
+    assert got.shape == want.shape, (what, got.shape, want.shape)
+    assert bool(torch.isfinite(got).all()), f"{what}: not finite"
+    error, size = got - want, want.norm()
+    assert float(error.norm()) <= bound * float(size), (
+        f"{what}: relative error {float(error.norm() / size):.2e} > {bound:.2e}"
+    )
+    share = 8 * bound * max(float(size) / max(want.numel(), 1) ** 0.5, 0.0)
+    spread = error.abs() - 8 * bound * want.abs()
+    assert want.numel() == 0 or float(spread.max()) <= share, (
+        f"{what}: one value is off by {float(error.abs().max()):.2e}"
+    )
