@@ -1,0 +1,195 @@
+"""The training loop: one optimizer step after another, with evaluation, checkpoints and the reasons to stop.
+
+Everything is counted in optimizer steps. After each step, in this order: metrics, evaluation if due (with the best
+adapter saved at once), checkpoint if due, rotation. A stop request is honoured between the step and the evaluation; the
+evaluation that was due then is made first thing on resume, so that the two runs stay one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from quatrain.checkpoint.resume import rotate, save_checkpoint
+from quatrain.config import TrainOptions
+from quatrain.data.row import Row
+from quatrain.optim.schedule import Schedule
+from quatrain.train.batching import Batching, MicroBatch
+from quatrain.train.early_stopping import BestTracker
+from quatrain.train.guards import Guards
+from quatrain.train.interrupt import StopRequest
+from quatrain.train.metrics import MetricsLog
+from quatrain.train.preflight import ADAPTER, CHECKPOINTS, METRICS_FILE
+from quatrain.train.reporter import EvalRecord, Reporter, StepRecord
+
+if TYPE_CHECKING:
+    import torch
+
+Ending = Literal["finished", "stopped early", "interrupted"]
+
+
+class StepResult(Protocol):
+    """What the loop reads of a step's result."""
+
+    loss: float
+    num_response_tokens: int
+    grad_norm: float
+    tokens: int
+    skipped: bool
+
+
+class BatchResult(Protocol):
+    """What the loop reads of an evaluation."""
+
+    avg_loss: float
+    perplexity: float
+
+
+class Pipeline(Protocol):
+    """What the loop needs of an engine; `InstructPipeline` is one."""
+
+    def set_learning_rate(self, lr: float) -> None: ...
+    def train_micro_batches(self, micro_batches: list[MicroBatch]) -> StepResult: ...
+    def evaluate(self, samples: list[Row]) -> BatchResult: ...
+    def state(self) -> Mapping[str, torch.Tensor]: ...
+    def save_adapter(self, folder: Path) -> object: ...
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Together with the pipeline's state and the options it determines everything that follows."""
+
+    step: int = 0
+    evaluated_step: int = 0  # the last step whose evaluation, if one was due, is done
+    tokens: int = 0
+    response_tokens: int = 0
+    skipped: int = 0
+    best_loss: float | None = None
+    best_step: int | None = None
+    misses: int = 0
+
+
+class TrainingLoop:
+    """Runs `pipeline` over `batching` until the last step, early stopping, a stop request or a guard's error."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        batching: Batching,
+        validation: list[Row],
+        schedule: Schedule,
+        folder: Path,
+        *,
+        progress: Progress,
+        identity: dict[str, Any],
+        reporter: Reporter,
+        stop: StopRequest,
+    ) -> None:
+        """`identity` goes into every checkpoint beside the progress: options and hashes, for resume to compare."""
+        self.pipeline, self.batching, self.validation, self.schedule = pipeline, batching, validation, schedule
+        self.folder, self.progress, self.identity = folder, progress, identity
+        self.reporter, self.stop = reporter, stop
+        self.options: TrainOptions = batching.options
+        self.length = batching.length
+        self.metrics = MetricsLog(folder / METRICS_FILE)
+        self.best = BestTracker(self.options.patience, progress.best_loss, progress.best_step, progress.misses)
+        self.guards = Guards(self.options.max_skipped_steps, reporter)
+
+    def run(self) -> Ending:
+        """Train to the end, or to the first reason to stop. A checkpoint of the last step exists when this returns."""
+        self.metrics.truncate(self.progress.step)
+        self.reporter.started(self.progress.step, self.length.total_steps)
+        try:
+            saved_at = -1 if self._evaluate_if_due() else self.progress.step
+            for micro_batches in self._remaining_steps():
+                if self.best.exhausted:
+                    break
+                self._step(micro_batches)
+                if not self.stop.requested:
+                    self._evaluate_if_due()
+                if self.stop.requested or self._save_is_due():
+                    self._save_checkpoint()
+                    saved_at = self.progress.step
+                if self.stop.requested:
+                    return "interrupted"
+            if saved_at != self.progress.step:
+                self._save_checkpoint()
+            return "stopped early" if self.progress.step < self.length.total_steps else "finished"
+        finally:
+            self.reporter.stopped()
+
+    def _remaining_steps(self) -> Iterator[list[MicroBatch]]:
+        epoch, index = self.length.position(self.progress.step)
+        while self.progress.step < self.length.total_steps:
+            for micro_batches in self.batching.epoch(epoch)[index:]:
+                if self.progress.step == self.length.total_steps:
+                    return
+                yield micro_batches
+            epoch, index = epoch + 1, 0
+
+    def _step(self, micro_batches: list[MicroBatch]) -> None:
+        progress = self.progress
+        lr = self.schedule(progress.step + 1)
+        self.pipeline.set_learning_rate(lr)
+        began = time.perf_counter()
+        result = self.pipeline.train_micro_batches(micro_batches)
+        seconds = time.perf_counter() - began
+        progress.step += 1
+        progress.tokens += result.tokens
+        progress.response_tokens += result.num_response_tokens
+        progress.skipped += result.skipped
+        record = StepRecord(
+            step=progress.step,
+            total_steps=self.length.total_steps,
+            epoch=round(self.length.epochs_done(progress.step), 4),
+            loss=result.loss,
+            lr=lr,
+            grad_norm=result.grad_norm,
+            tokens=result.tokens,
+            response_tokens=result.num_response_tokens,
+            tokens_per_s=round(result.tokens / max(seconds, 1e-9), 1),
+            skipped=result.skipped,
+        )
+        line = asdict(record)
+        del line["total_steps"]
+        self.metrics.append(line)
+        self.reporter.step(record)
+        if problem := self.guards.problem(progress.step, result, micro_batches):
+            self._save_checkpoint()
+            raise problem
+
+    def _evaluate_if_due(self) -> bool:
+        step = self.progress.step
+        if step == self.progress.evaluated_step or not self.validation or not self._is_due(self.options.eval_every):
+            return False
+        result = self.pipeline.evaluate(self.validation)
+        improved = self.best.update(step, result.avg_loss)
+        self.metrics.append({"step": step, "eval_loss": result.avg_loss, "eval_perplexity": result.perplexity})
+        self.reporter.evaluation(EvalRecord(step, result.avg_loss, result.perplexity, improved))
+        if improved:
+            self.pipeline.save_adapter(self.folder / ADAPTER)
+            self.reporter.saved(self.folder / ADAPTER, "adapter")
+        self.progress.evaluated_step = step
+        self.progress.best_loss, self.progress.best_step = self.best.best_loss, self.best.best_step
+        self.progress.misses = self.best.misses
+        return True
+
+    def _save_is_due(self) -> bool:
+        return self._is_due(self.options.save_every)
+
+    def _is_due(self, every: int | str) -> bool:
+        step = self.progress.step
+        if step == 0:
+            return False
+        if step == self.length.total_steps:
+            return True
+        return step % every == 0 if isinstance(every, int) else self.length.ends_epoch(step)
+
+    def _save_checkpoint(self) -> None:
+        record = {"progress": asdict(self.progress), **self.identity}
+        path = save_checkpoint(self.folder / CHECKPOINTS, self.progress.step, self.pipeline.state(), record)
+        self.reporter.saved(path, "checkpoint")
+        rotate(self.folder / CHECKPOINTS, self.options.keep_checkpoints, self.progress.best_step)

@@ -1,0 +1,107 @@
+"""What can be known to fail later is tried now: the run folder, the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from quatrain.config import RunOptions
+from quatrain.errors import CheckpointError, ConfigError, PlanError
+
+RUN_FILE = "run.json"
+METRICS_FILE = "metrics.jsonl"
+ADAPTER = "adapter"
+CHECKPOINTS = "checkpoints"
+
+
+def check_run_folder(options: RunOptions) -> Path:
+    """The run folder's path, after writing, renaming and deleting a probe there. Leaves nothing behind.
+
+    Raises ConfigError when the folder belongs to something else or to an earlier run that is neither resumed nor
+    overwritten, CheckpointError when it cannot be written.
+    """
+    folder = Path(options.out).expanduser()
+    if not options.out.strip():
+        raise ConfigError("out: want the path of a run folder, got an empty text")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"out: {folder} is a file, want a folder", hint="choose another --out")
+    _check_owner(folder, options)
+    created = _missing_parents(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _probe(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"out: cannot write in {folder}: {error.strerror or error}", hint="choose a folder you may write to"
+        ) from error
+    finally:
+        for path in created:
+            if path.is_dir():
+                path.rmdir()
+    return folder
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a Quatrain run."""
+    try:
+        return "quatrain" in json.loads((folder / RUN_FILE).read_text())["versions"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def remove_run(folder: Path) -> None:
+    """Delete an earlier run's own files, and nothing else that may lie there."""
+    for name in (ADAPTER, CHECKPOINTS):
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
+    for name in (METRICS_FILE, RUN_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def check_disk(folder: Path, trainable_parameters: int, keep: int) -> None:
+    """Raise PlanError when the checkpoints to be kept at once (masters and both moments, fp32) exceed the free space."""
+    per_checkpoint = 12 * trainable_parameters
+    need = per_checkpoint * (keep + 2) + 8 * trainable_parameters
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < need:
+        raise PlanError(
+            f"{folder} needs {need / 1e6:.0f} MB for {keep} checkpoints, the best one and the adapter; "
+            f"the disk has {free / 1e6:.0f} MB left",
+            hint="free some space, lower --keep-checkpoints, or choose another --out",
+        )
+
+
+def _check_owner(folder: Path, options: RunOptions) -> None:
+    if not folder.is_dir() or not any(folder.iterdir()):
+        if options.resume:
+            raise ConfigError(f"out: there is no run to resume in {folder}", hint="leave out --resume to start one")
+        return
+    if not is_run(folder):
+        raise ConfigError(
+            f"out: {folder} is not empty and holds no Quatrain run", hint="choose a new or empty folder for --out"
+        )
+    if not (options.resume or options.overwrite):
+        raise ConfigError(
+            f"out: {folder} already holds a run",
+            hint="--resume to go on with it, --overwrite to replace it, or another --out",
+        )
+
+
+def _missing_parents(folder: Path) -> list[Path]:
+    """Folders that creating `folder` would create, innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def _probe(folder: Path) -> None:
+    path = folder / f".probe-{uuid.uuid4().hex}"
+    renamed = path.with_suffix(".renamed")
+    try:
+        path.write_bytes(b"probe")
+        os.replace(path, renamed)
+    finally:
+        path.unlink(missing_ok=True)
+        renamed.unlink(missing_ok=True)
