@@ -251,13 +251,18 @@ class RunOptions(Options):
 
     model: str = Field(min_length=1, description="a model folder, a GGUF file, a hub id, or the alias smollm2-135m")
     data: list[str] = Field(
-        min_length=1, description="training data: JSONL, JSON, CSV or Parquet, also gzipped (repeatable)"
+        min_length=1, description="data files: JSONL, JSON, CSV or Parquet, also gzipped (repeatable)"
     )
-    out: str = Field(min_length=1, description="the run folder: checkpoints, metrics and the adapter go there")
+    out: str = Field("", description="the run folder of train: checkpoints, metrics and the adapter go there")
     resume: bool = Field(False, description="go on from the newest complete checkpoint in the run folder")
     override: bool = Field(False, description="on resume, let options given now replace those of the checkpoint")
     overwrite: bool = Field(False, description="replace an earlier run in the same folder")
     threads: int | None = Field(None, ge=1, description="CPU threads; default: what torch finds")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _one_file_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _resume_or_start_over(self) -> RunOptions:
