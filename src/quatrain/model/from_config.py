@@ -76,8 +76,8 @@ _FAMILY_KEYS: dict[Family, set[str]] = {
     "qwen3": {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "attention_bias"},
 }
 # An unknown key with one of these words in its name, and a value that is not off, very likely changes the maths.
-_MATHS_WORDS = ("alibi", "attention", "attn", "bias", "cap", "clip", "expert", "head", "layer", "mlp", "moe", "norm")
-_MATHS_WORDS += ("multiplier", "parallel", "residual", "rope", "rotary", "router", "scal", "sink", "window")
+_MATHS_WORDS = {"alibi", "attention", "attn", "bias", "cap", "clip", "expert", "head", "layer", "mlp", "moe", "norm"}
+_MATHS_WORDS |= {"multiplier", "parallel", "residual", "rope", "rotary", "router", "scal", "sink", "window"}
 _MULTIPLIER_WORDS = ("multiplier", "scal")
 
 
