@@ -119,10 +119,6 @@ def check_same_parameters(saved: Iterable[str], wanted: Iterable[str], where: Pa
 
 
 def _modules(names: set[str], most: int = 6) -> str:
-    """`o_proj (30 tensors), up_proj (30 tensors)`: parameter names grouped by module."""
-    counts: dict[str, int] = {}
-    for name in sorted(names):
-        module = next((part for part in name.split(".") if part.endswith(("_proj", "norm"))), name)
-        counts[module] = counts.get(module, 0) + 1
-    shown = [f"{module} ({count} tensors)" for module, count in list(counts.items())[:most]]
-    return ", ".join(shown) + (f" and {len(counts) - most} more" if len(counts) > most else "")
+    """`o_proj, up_proj`: the modules that parameter names belong to."""
+    modules = sorted({next((p for p in name.split(".") if p.endswith(("_proj", "norm"))), name) for name in names})
+    return ", ".join(modules[:most]) + (f" and {len(modules) - most} more" if len(modules) > most else "")

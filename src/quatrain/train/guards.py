@@ -36,7 +36,9 @@ class Guards:
             self.skipped_in_a_row = 0
             return None
         self.skipped_in_a_row += 1
-        self.reporter.warning(f"step {step} skipped: gradients are not finite (loss {result.loss}, {_rows(micro_batches)})")
+        self.reporter.warning(
+            f"step {step} skipped: gradients are not finite (loss {result.loss}, {_rows(micro_batches)})"
+        )
         if self.skipped_in_a_row < self.max_skipped:
             return None
         return QuatrainError(

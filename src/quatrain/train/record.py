@@ -1,0 +1,67 @@
+"""What a run writes down about itself: `run.json`, and the identity that every checkpoint carries."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from quatrain.data.row import Row
+
+if TYPE_CHECKING:
+    from quatrain.train.run import Preparation
+
+
+def rows_hash(*groups: list[Row]) -> str:
+    """SHA-256 over token ids and labels of rows, in order."""
+    digest = hashlib.sha256()
+    for rows in groups:
+        digest.update(f"group {len(rows)}\n".encode())
+        for row in rows:
+            digest.update(f"{row.input_ids}{row.labels}\n".encode())
+    return digest.hexdigest()
+
+
+def identity_of(preparation: Preparation) -> dict[str, Any]:
+    """What a checkpoint must agree on with the run that resumes from it."""
+    import torch
+
+    settings, prepared = preparation.settings, preparation.prepared
+    return {
+        "given": settings.given,
+        "options": settings.resolved(),
+        "data_sha256": rows_hash(prepared.train, prepared.validation),
+        "model_sha256": preparation.source.fingerprint(),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
+
+
+def run_record(preparation: Preparation, identity: dict[str, Any]) -> dict[str, Any]:
+    """What `run.json` holds from the start of a run."""
+    length = preparation.batching.length
+    return {
+        "versions": identity["versions"],
+        "options": identity["options"],
+        "given": identity["given"],
+        "model_sha256": identity["model_sha256"],
+        "data_sha256": identity["data_sha256"],
+        "data": preparation.prepared.report.as_json(),
+        "threads": identity["threads"],
+        "steps": {"total": length.total_steps, "warmup": preparation.schedule.warmup_steps},
+        "capacity_tokens": preparation.config.capacity,
+        "modules": {name: {"modules": n, "parameters": p} for name, (n, p) in preparation.modules().items()},
+        "plan": preparation.plan.as_json(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that can change a result."""
+    found = {"python": platform.python_version()}
+    for name in ("quatrain", "torch", "numpy", "tokenizers", "safetensors"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

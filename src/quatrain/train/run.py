@@ -1,0 +1,339 @@
+"""One training run from options to adapter: check everything that can be checked, then read weights, then train.
+
+`prepare_run` reads no weight: options, run folder, model configuration, tokenizer, data, steps, memory. `train` does the
+rest. Both raise QuatrainError kinds and report through a `Reporter`; neither prints.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quatrain.checkpoint.atomic import recover, write_file
+from quatrain.checkpoint.resume import Checkpoint, check_same_parameters, newest_complete
+from quatrain.config import InstructConfig
+from quatrain.errors import CheckpointError, ConfigError, DataError, ModelError, QuatrainError
+from quatrain.memory.process import peak_resident_bytes
+from quatrain.optim.schedule import Schedule, warmup_steps_of
+from quatrain.train.batching import Batching
+from quatrain.train.interrupt import StopRequest
+from quatrain.train.loop import Ending, Progress, TrainingLoop
+from quatrain.train.preflight import ADAPTER, CHECKPOINTS, RUN_FILE, check_disk, check_run_folder, remove_run
+from quatrain.train.record import identity_of, run_record
+from quatrain.train.reporter import Reporter
+from quatrain.train.settings import Settings, settings_for_resume
+
+if TYPE_CHECKING:
+    from quatrain.checkpoint.open import ModelSource
+    from quatrain.data.pipeline import Prepared
+    from quatrain.data.row import Row
+    from quatrain.data.tokenizer import Tokenizer
+    from quatrain.memory.plan import MemoryPlan
+    from quatrain.train.pipeline import InstructPipeline
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """All that is known about a run before the first weight is read."""
+
+    settings: Settings
+    source: ModelSource
+    tokenizer: Tokenizer
+    prepared: Prepared
+    batching: Batching
+    config: InstructConfig  # the engine's, with the capacity that the data needs
+    plan: MemoryPlan
+    schedule: Schedule
+
+    @property
+    def total_steps(self) -> int:
+        return self.batching.length.total_steps
+
+    def modules(self) -> dict[str, tuple[int, int]]:
+        """(modules, trainable parameters) by the last name of the linears that get an adapter."""
+        from quatrain.model.adapters import match_targets
+
+        found: dict[str, tuple[int, int]] = {}
+        spec, rank = self.source.spec, self.config.lora_rank
+        for _, linear in match_targets(spec, self.config.lora_targets):
+            modules, parameters = found.get(linear, (0, 0))
+            found[linear] = modules + 1, parameters + rank * sum(spec.linear_shape(linear))
+        return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `adapter` is None when it was interrupted before it had one."""
+
+    ending: Ending
+    folder: Path
+    adapter: Path | None
+    steps: int
+    total_steps: int
+    best_loss: float | None
+    best_step: int | None
+    skipped: int
+    seconds: float
+    peak_bytes: int
+
+
+def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
+    """Open the model, tokenize the data, count the steps, plan the memory. Raises before any weight is read.
+
+    Raises ModelError, DataError, ConfigError or PlanError, each saying what was wanted and found.
+    """
+    from quatrain.checkpoint.open import open_source
+    from quatrain.data.pipeline import prepare
+    from quatrain.train.pipeline import plan_source
+
+    source = open_source(settings.run.model)
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise ModelError(
+            f"{settings.run.model} has no tokenizer, so data files cannot be read with it",
+            hint="add tokenizer.json to the folder, or train from token ids in Python",
+        )
+    reporter.phase("reading data")
+    engine = settings.engine
+    prepared = prepare(settings.run.data, settings.data, tokenizer, max_seq_len=engine.max_seq_len, seed=engine.seed)
+    if not prepared.train:
+        raise DataError("no row is left to train on", hint="`quatrain check` shows why each row was skipped")
+    batching = Batching(prepared.train, settings.train, engine.seed, engine.micro_batch_tokens)
+    config = _engine_config(settings, batching, prepared.validation)
+    _check_schedule(settings, batching, prepared, reporter)
+    length = batching.length
+    warmup = warmup_steps_of(length.total_steps, steps=settings.train.warmup_steps, ratio=settings.train.warmup_ratio)
+    train = settings.train
+    schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
+    plan = plan_source(source, config)
+    return Preparation(settings, source, tokenizer, prepared, batching, config, plan, schedule)
+
+
+def train(settings: Settings, reporter: Reporter, stop: StopRequest | None = None) -> Outcome:
+    """Run `quatrain train`: returns when finished, stopped early or interrupted (a checkpoint exists in every case).
+
+    With `settings.run.resume` the options are those of the newest complete checkpoint; see `settings_for_resume`.
+    """
+    folder = check_run_folder(settings.run)
+    checkpoint = None
+    if settings.run.resume:
+        settings, checkpoint = _settings_of_checkpoint(settings, folder, reporter)
+    settings = _with_fixed_date(settings)
+    _set_threads(settings.run.threads)
+    preparation = prepare_run(settings, reporter)
+    identity = identity_of(preparation)
+    progress = Progress()
+    if checkpoint is not None:
+        progress = Progress(**checkpoint.progress["progress"])
+        _check_identity(checkpoint, identity, settings, reporter)
+    check_disk(folder, sum(count for _, count in preparation.modules().values()), settings.train.keep_checkpoints)
+    reporter.prepared(preparation)
+
+    pipeline = _load_pipeline(preparation, checkpoint, reporter)
+    with stop or StopRequest() as request:
+        began = time.perf_counter()
+        if settings.run.overwrite:
+            remove_run(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        recover(folder / ADAPTER)
+        record = run_record(preparation, identity)
+        _write_record(folder, {**record, "result": {"ending": "running"}})
+        loop = TrainingLoop(
+            pipeline,
+            preparation.batching,
+            preparation.prepared.validation,
+            preparation.schedule,
+            folder,
+            progress=progress,
+            identity=identity,
+            reporter=reporter,
+            stop=request,
+        )
+        ending: str = "failed"
+        try:
+            ending = loop.run()
+            adapter = _final_adapter(pipeline, folder, progress, ending, reporter)
+            outcome = _outcome(ending, folder, adapter, preparation, progress, time.perf_counter() - began)
+            if ending != "interrupted":
+                _require_changed(pipeline)
+        finally:
+            result = {"ending": ending, **asdict(progress), "peak_memory_bytes": peak_resident_bytes()}
+            result["seconds"] = round(time.perf_counter() - began, 3)
+            _write_record(folder, {**record, "result": result})
+    return outcome
+
+
+def _engine_config(settings: Settings, batching: Batching, validation: list[Row]) -> InstructConfig:
+    """The engine's options with the capacity that the real data needs: its largest micro-batch or longest row."""
+    longest = max(len(row) for row in (*batching.rows, *validation))
+    asked = settings.engine.micro_batch_tokens
+    if asked is not None and longest > asked:
+        raise ConfigError(f"micro_batch_tokens is {asked}, and the longest row has {longest} tokens")
+    if settings.engine.clip == "layer" and batching.length.most_micro_batches > 1:
+        raise ConfigError(
+            "clip=layer updates inside the backward pass, so a step must be one micro-batch; "
+            f"here one has {batching.length.most_micro_batches}",
+            hint="use --clip global, or --accumulation 1 without --micro-batch-tokens",
+        )
+    # The user's max_seq_len bounds the rows; that no row comes near it must not cost memory.
+    capacity = max(batching.length.largest_micro_batch, longest)
+    return settings.engine.model_copy(update={"micro_batch_tokens": capacity})
+
+
+def _check_schedule(settings: Settings, batching: Batching, prepared: Prepared, reporter: Reporter) -> None:
+    """Say what will not happen in this run; refuse early stopping that could never stop."""
+    options, total = settings.train, batching.length.total_steps
+    evaluations = 0
+    if prepared.validation:
+        every = options.eval_every
+        due = range(1, total + 1)
+        evaluations = sum(
+            step == total or (step % every == 0 if isinstance(every, int) else batching.length.ends_epoch(step))
+            for step in due
+        )
+        if isinstance(every, int) and every > total:
+            reporter.notice(f"eval_every is {every} and the run has {total} steps: one evaluation, at the end")
+    else:
+        reporter.notice("no evaluation will happen in this run: there are no validation rows (see --val-split)")
+    if options.patience is not None and evaluations <= options.patience:
+        raise ConfigError(
+            f"patience {options.patience} can never stop this run: it has {evaluations} evaluations in {total} steps",
+            hint="give validation rows (--val-split 0.05) and a smaller --eval-every, or leave out --patience",
+        )
+    if isinstance(options.save_every, int) and options.save_every > total:
+        reporter.notice(f"save_every is {options.save_every} and the run has {total} steps: one checkpoint, at the end")
+    if options.batch_tokens is not None and batching.length.most_micro_batches > 1:
+        reporter.notice(
+            f"a step of up to {options.batch_tokens} tokens is computed in up to {batching.length.most_micro_batches} "
+            f"micro-batches of at most {settings.engine.micro_batch_tokens} tokens; the result is the same"
+        )
+
+
+def _settings_of_checkpoint(settings: Settings, folder: Path, reporter: Reporter) -> tuple[Settings, Checkpoint]:
+    checkpoint, passed_over = newest_complete(folder / CHECKPOINTS)
+    for line in passed_over:
+        reporter.warning(line)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{folder} has no complete checkpoint to resume from", hint="--overwrite starts the run from its beginning"
+        )
+    merged, notes = settings_for_resume(settings.given, checkpoint.progress)
+    reporter.notice(f"resuming from {checkpoint.path.name}")
+    for line in notes:
+        reporter.notice(line)
+    return merged, checkpoint
+
+
+def _with_fixed_date(settings: Settings) -> Settings:
+    """Templates may print the date; a run keeps the one it started with."""
+    if settings.data.template_date is not None:
+        return settings
+    today = date.today().isoformat()
+    data = settings.data.model_copy(update={"template_date": today})
+    return replace(settings, data=data, given={**settings.given, "template_date": today})
+
+
+def _set_threads(threads: int | None) -> None:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _check_identity(checkpoint: Checkpoint, now: dict[str, Any], settings: Settings, reporter: Reporter) -> None:
+    saved = checkpoint.progress
+    if saved["model_sha256"] != now["model_sha256"]:
+        raise CheckpointError(
+            f"{settings.run.model} is not the model of this run: its content hash differs from {checkpoint.path.name}'s"
+        )
+    if saved["data_sha256"] != now["data_sha256"]:
+        text = (
+            f"the training or validation rows are not those of {checkpoint.path.name} (files or data options changed)"
+        )
+        if not settings.run.override:
+            raise CheckpointError(text, hint="restore the data, or add --override to go on with the new rows")
+        reporter.warning(text + "; going on with the new ones")
+    for name in ("threads", "versions"):
+        if saved[name] != now[name]:
+            reporter.notice(
+                f"{name} differ from the checkpoint's ({_short(saved[name], now[name])} then, "
+                f"{_short(now[name], saved[name])} now): the result may differ in the last bits"
+            )
+
+
+def _short(value: Any, other: Any) -> str:
+    if isinstance(value, dict) and isinstance(other, dict):
+        return ", ".join(f"{name} {text}" for name, text in value.items() if other.get(name) != text)
+    return str(value)
+
+
+def _load_pipeline(preparation: Preparation, checkpoint: Checkpoint | None, reporter: Reporter) -> InstructPipeline:
+    from quatrain.train.pipeline import InstructPipeline
+
+    reporter.phase("loading the model")
+    pipeline = InstructPipeline.from_source(preparation.source, preparation.config)
+    if checkpoint is not None:
+        tensors = checkpoint.tensors()
+        check_same_parameters(tensors, pipeline.state(), checkpoint.path)
+        pipeline.load_state(tensors)
+    return pipeline
+
+
+def _final_adapter(
+    pipeline: InstructPipeline, folder: Path, progress: Progress, ending: str, reporter: Reporter
+) -> Path | None:
+    """The best adapter is already in place; without an evaluation, or if it went missing, the last one is saved."""
+    adapter = folder / ADAPTER
+    if progress.best_step is not None and adapter.is_dir():
+        return adapter
+    if progress.best_step is not None:
+        reporter.warning(f"the best adapter (step {progress.best_step}) is no longer in {adapter}")
+    if ending == "interrupted":
+        return None
+    if progress.best_step is not None:
+        reporter.warning("the last one takes its place")
+    pipeline.save_adapter(adapter)
+    reporter.saved(adapter, "adapter")
+    return adapter
+
+
+def _require_changed(pipeline: InstructPipeline) -> None:
+    """Every targeted adapter must have learned: B starts at zero, so a B that is all zero was never updated."""
+    unchanged = [
+        name.removeprefix("master.").removesuffix(".lora_B.weight")
+        for name, tensor in pipeline.state().items()
+        if name.startswith("master.") and name.endswith(".lora_B.weight") and not tensor.any()
+    ]
+    if unchanged:
+        raise QuatrainError(
+            f"{len(unchanged)} adapters did not change at all, first {unchanged[0]}: this run is not a success",
+            hint="check the learning rate and the skipped steps in metrics.jsonl",
+        )
+
+
+def _outcome(
+    ending: Ending, folder: Path, adapter: Path | None, preparation: Preparation, progress: Progress, seconds: float
+) -> Outcome:
+    return Outcome(
+        ending,
+        folder,
+        adapter,
+        progress.step,
+        preparation.total_steps,
+        progress.best_loss,
+        progress.best_step,
+        progress.skipped,
+        seconds,
+        peak_resident_bytes(),
+    )
+
+
+def _write_record(folder: Path, record: dict[str, Any]) -> None:
+    try:
+        write_file(folder / RUN_FILE, (json.dumps(record, indent=1) + "\n").encode())
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder / RUN_FILE}: {error.strerror}") from error
