@@ -28,7 +28,7 @@ def attention_forward(
             block = slice(start + a, start + b)
             scores = _scores(_grouped(q[block], k.shape[1], lse.dtype), keys[:, lo:b], scale, a, b, lo, window)
             block_lse = torch.logsumexp(scores, dim=-1)
-            probabilities = torch.exp(scores - block_lse[..., None])
+            probabilities = torch.softmax(scores, dim=-1)  # exp(scores - lse) would lose digits to a large lse
             lse[block] = _ungrouped(block_lse[..., None], b - a)[..., 0]
             out[block] = _ungrouped(probabilities @ values[:, lo:b], b - a)
 
