@@ -31,19 +31,21 @@ def rope(x: torch.Tensor, angles: torch.Tensor, scaling: float = 1.0) -> torch.T
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], scale: float, window: int | None
 ) -> torch.Tensor:
-    """q [T, Hq, D], k and v [T, Hk, D]: one query, one head at a time over the keys that it may see."""
+    """q [T, Hq, D], k and v [T, Hk, D]: one row, one head at a time, with the mask written out."""
     group = q.shape[1] // k.shape[1]
     rows, start = [], 0
     for length in lengths:
-        for i in range(start, start + length):
-            first = start if window is None else max(start, i - window + 1)
-            heads = []
-            for h in range(q.shape[1]):
-                keys, values = k[first : i + 1, h // group], v[first : i + 1, h // group]
-                heads.append((keys @ q[i, h] * scale).softmax(0) @ values)
-            rows.append(torch.stack(heads))
+        row = slice(start, start + length)
+        visible = torch.tensor(
+            [[j <= i and (window is None or i - j < window) for j in range(length)] for i in range(length)]
+        )
+        heads = []
+        for h in range(q.shape[1]):
+            scores = q[row, h] @ k[row, h // group].T * scale
+            heads.append(scores.where(visible, torch.tensor(-torch.inf).double()).softmax(-1) @ v[row, h // group])
+        rows.append(torch.stack(heads, dim=1))
         start += length
-    return torch.stack(rows)
+    return torch.cat(rows)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
