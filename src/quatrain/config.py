@@ -249,9 +249,9 @@ class TrainOptions(Options):
 class RunOptions(Options):
     """What to train on what, where the run folder is, and what to do with one that exists."""
 
-    model: str = Field(min_length=1, description="a model folder, a GGUF file, a hub id, or the alias smollm2-135m")
+    model: str = Field("", description="a model folder, a GGUF file, a hub id, or the alias smollm2-135m")
     data: list[str] = Field(
-        min_length=1, description="data files: JSONL, JSON, CSV or Parquet, also gzipped (repeatable)"
+        default_factory=list, description="data files: JSONL, JSON, CSV or Parquet, also gzipped (repeatable)"
     )
     out: str = Field("", description="the run folder of train: checkpoints, metrics and the adapter go there")
     resume: bool = Field(False, description="go on from the newest complete checkpoint in the run folder")

@@ -24,8 +24,6 @@ def check_run_folder(options: RunOptions) -> Path:
     overwritten, CheckpointError when it cannot be written.
     """
     folder = Path(options.out).expanduser()
-    if not options.out.strip():
-        raise ConfigError("out: want the path of a run folder, got an empty text")
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"out: {folder} is a file, want a folder", hint="choose another --out")
     _check_owner(folder, options)

@@ -113,11 +113,12 @@ def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
     return Preparation(settings, source, tokenizer, prepared, batching, config, plan, schedule)
 
 
-def train(settings: Settings, reporter: Reporter, stop: StopRequest | None = None) -> Outcome:
-    """Run `quatrain train`: returns when finished, stopped early or interrupted (a checkpoint exists in every case).
-
-    With `settings.run.resume` the options are those of the newest complete checkpoint; see `settings_for_resume`.
+def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = None) -> Outcome:
+    """Run `quatrain train` with options by name, as text or typed. Returns when finished, stopped early or interrupted; a
+    checkpoint exists in every case. With `resume` the options are the checkpoint's; see `settings_for_resume`.
     """
+    settings = Settings.resolve(given)
+    settings.require(*(("out",) if settings.run.resume else ("model", "data", "out")))
     folder = check_run_folder(settings.run)
     checkpoint = None
     if settings.run.resume:

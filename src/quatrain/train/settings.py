@@ -34,6 +34,14 @@ class Settings:
         built = build_all(OPTION_SETS, given, where=where)
         return cls(built[RunOptions], built[TrainOptions], built[InstructConfig], built[DataOptions], dict(given))
 
+    def require(self, *names: str) -> Settings:
+        """These settings, after making sure that none of the run options `names` is empty (ConfigError names them all)."""
+        missing = [name for name in names if not getattr(self.run, name)]
+        if missing:
+            flags = " and ".join("--" + name for name in missing)
+            raise ConfigError(f"nothing given for {', '.join(missing)}", hint=f"give {flags}")
+        return self
+
     def resolved(self) -> dict[str, Any]:
         """Every option by name, as JSON values."""
         merged: dict[str, Any] = {}
