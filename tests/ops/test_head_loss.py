@@ -1,0 +1,78 @@
+"""Head and cross-entropy on the supervised rows against autograd in fp64, in every chunking."""
+
+from __future__ import annotations
+
+import pytest
+import tolerances as tol
+import torch
+from ops.memory import GuardedMemory
+from oracles import autograd
+
+from quatrain.ops.head_loss.reference import head_loss
+
+CASES = {
+    # T, H, V, supervised rows
+    "one-of-each": (1, 1, 2, [0]),
+    "none": (4, 3, 5, []),
+    "all": (6, 8, 113, [0, 1, 2, 3, 4, 5]),
+    "some-out-of-order": (9, 33, 97, [7, 0, 3, 8]),
+    "last-only": (12, 16, 31, [11]),
+}
+
+
+def run(
+    memory: GuardedMemory, dtype: torch.dtype, case: tuple[int, int, int, list[int]], chunk: int, size: float = 1.0
+) -> tuple[torch.Tensor, ...]:
+    tokens, h, v, rows = case
+    random = torch.Generator().manual_seed(tokens * v)
+    hidden = (size * torch.randn(tokens, h, generator=random, dtype=torch.float64)).to(dtype)
+    head = torch.randn(v, h, generator=random, dtype=torch.float64).to(dtype)
+    at, targets = torch.tensor(rows, dtype=torch.int64), torch.randint(0, v, (len(rows),), generator=random)
+    wide = tol.accumulator(dtype)
+    losses, dhidden = memory.output(len(rows), dtype=wide), memory.output(tokens, h, dtype=dtype)
+    head_loss(losses, dhidden, hidden, at, targets, head, memory.output(chunk, v, dtype=wide))
+    return losses, dhidden, hidden, at, targets, head
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 64])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_losses_and_gradient(memory: GuardedMemory, dtype: torch.dtype, case: tuple, chunk: int) -> None:
+    losses, dhidden, hidden, at, targets, head = run(memory, dtype, case, chunk)
+    hidden64 = autograd.leaf(hidden)
+    logits = hidden64[at] @ head.double().T
+    want = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    (want_dhidden,) = torch.autograd.grad(want.sum(), hidden64)
+    wide = tol.accumulator(dtype)
+    # Logits and probabilities of a bf16 model are products in bf16; a loss errs by the logits' absolute error.
+    logit_error = (tol.elementwise(dtype, 1) + tol.reduction(wide, case[1])) * float(
+        logits.detach().abs().max() if len(at) else 0
+    )
+    assert torch.allclose(losses.double(), want, rtol=tol.elementwise(wide, 8), atol=2 * logit_error + 1e-300)
+    assert bool(torch.isfinite(dhidden).all())
+    room = 4 * logit_error + tol.reduction(wide, case[2]) + tol.elementwise(dtype, 2)
+    row_size = float(head.double().norm(dim=1).max())
+    assert float((dhidden.double() - want_dhidden).norm(dim=1).max()) <= room * row_size
+    others = torch.ones(len(hidden), dtype=torch.bool)
+    others[at] = False
+    assert not dhidden[others].any()  # C2: exactly zero where nothing is supervised
+
+
+def test_chunking_changes_nothing(memory: GuardedMemory) -> None:
+    """C2: the sum over chunks is the whole, whatever the chunk, and a chunk alone never divides by its own count."""
+    results = [run(memory, torch.float64, CASES["some-out-of-order"], chunk)[:2] for chunk in (1, 2, 4, 100)]
+    for losses, dhidden in results[1:]:
+        tol.assert_close(losses, results[0][0], tol.reduction(torch.float64, 97), "losses")
+        tol.assert_close(dhidden, results[0][1], tol.reduction(torch.float64, 97), "dhidden")
+
+
+def test_losses_alone(memory: GuardedMemory, dtype: torch.dtype) -> None:
+    """Evaluation asks for no gradient and gets the same losses."""
+    losses, _, hidden, at, targets, head = run(memory, dtype, CASES["all"], 4)
+    again = memory.output(len(at), dtype=losses.dtype)
+    head_loss(again, None, hidden, at, targets, head, memory.output(4, 113, dtype=losses.dtype))
+    assert torch.equal(again, losses)
+
+
+def test_large_logits_stay_finite(memory: GuardedMemory) -> None:
+    losses, dhidden, *_ = run(memory, torch.float32, CASES["all"], 4, size=1e4)
+    assert bool(torch.isfinite(losses).all()) and bool(torch.isfinite(dhidden).all())
