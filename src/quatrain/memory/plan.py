@@ -1,7 +1,7 @@
 """The memory plan: every byte of a run by name, before the first weight is read.
 
-Two kinds of entries: `Slot`s are tensors that the arena hands out, exactly as listed; `Held` are bytes that live elsewhere
-(frozen weights, the Python process, an op's own temporaries) and are counted the same.
+Two kinds of entries: `Slot`s are tensors that the arena hands out, exactly as listed; `Held` are bytes that live
+elsewhere (frozen weights, the Python process, an op's own temporaries) and are counted the same.
 """
 
 from __future__ import annotations

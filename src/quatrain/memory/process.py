@@ -1,4 +1,5 @@
-"""What the operating system says about this process and this machine. Bytes; Linux first, other systems by what they offer."""
+"""What the operating system says about this process and this machine. Bytes; Linux first, other systems by what they
+offer."""
 
 from __future__ import annotations
 

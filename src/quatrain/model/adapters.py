@@ -1,8 +1,8 @@
 """The trainable parameters: LoRA adapters (and RMSNorm weights with `train_norms`) as views into flat fp32 buffers.
 
-All adapter tensors of a model lie in one flat master buffer, layer after layer, the norm weights behind them; gradients and
-both moments mirror it, so that clipping and AdamW are single calls over segments. Names are PEFT's: the keys of
-`adapter_model.safetensors`.
+All adapter tensors of a model lie in one flat master buffer, layer after layer, the norm weights behind them;
+gradients and both moments mirror it, so that clipping and AdamW are single calls over segments. Names are PEFT's: the
+keys of `adapter_model.safetensors`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def module_name(layer: int, linear: str) -> str:
 def match_targets(spec: ModelSpec, targets: str | list[str]) -> list[tuple[int, str]]:
     """(layer, linear) pairs that get an adapter, in model order.
 
-    "all-linear" is every linear of every block, never the output head. A list holds exact last names; any other string is one
-    regular expression that must match a module's full name. Raises ConfigError when a name, or the expression, matches nothing.
+    "all-linear" is every linear of every block, never the output head. A list holds exact last names; any other
+    string is one regular expression that must match a module's full name. Raises ConfigError when a name, or the
+    expression, matches nothing.
     """
     modules = [(layer, linear) for layer in range(spec.num_layers) for linear in LINEARS]
     if targets == "all-linear":
@@ -55,7 +56,7 @@ def match_targets(spec: ModelSpec, targets: str | list[str]) -> list[tuple[int, 
             near = difflib.get_close_matches(targets, LINEARS, n=2)
             hint = f"name linears as a list, e.g. [{', '.join(near or LINEARS[:2])}]"
             raise ConfigError(
-                f"lora_targets: the expression {targets!r} matches no linear; full names look like {module_name(0, 'q_proj')!r}",
+                f"lora_targets: {targets!r} matches no linear; full names look like {module_name(0, 'q_proj')!r}",
                 hint=hint,
             )
         return matched
@@ -70,7 +71,8 @@ def match_targets(spec: ModelSpec, targets: str | list[str]) -> list[tuple[int, 
 
 @dataclass(frozen=True)
 class Segment:
-    """What one layer trains, as ranges of the flat buffers. Norm weights are not decayed: towards zero is not their rest."""
+    """What one layer trains, as ranges of the flat buffers. Norm weights are not decayed: towards zero is not their
+    rest."""
 
     lora: slice
     norms: slice
@@ -90,8 +92,8 @@ class _Entry:
 class AdapterSet:
     """All trainable parameters of a run.
 
-    `segments[l]` belongs to block l; the last one to the final norm. With `clip="layer"` the gradient buffer holds one segment
-    only and every layer's views share it; else it mirrors the master buffer.
+    `segments[l]` belongs to block l; the last one to the final norm. With `clip="layer"` the gradient buffer holds
+    one segment only and every layer's views share it; else it mirrors the master buffer.
     """
 
     def __init__(
@@ -141,8 +143,8 @@ class AdapterSet:
         return [Segment(lora, norms) for lora, norms in zip(lora_ranges, norm_ranges, strict=True)]
 
     def initialise(self, seed: int) -> None:
-        """A Kaiming-uniform with a = sqrt(5), as PEFT's default, so uniform in +-1/sqrt(in_features); B zero. Each tensor has a
-        generator of its own, keyed by the seed and its name."""
+        """A Kaiming-uniform with a = sqrt(5), as PEFT's default, so uniform in +-1/sqrt(in_features); B zero. Each
+        tensor has a generator of its own, keyed by the seed and its name."""
         for name, view in self.named().items():
             if name.endswith("lora_B.weight"):
                 view.zero_()
@@ -155,8 +157,8 @@ class AdapterSet:
         self.refresh()
 
     def attach(self, params: ModelParams) -> None:
-        """Hooks the adapters into the model's linears; with `train_norms` the norm weights become views of the master buffer,
-        starting from the model's own values."""
+        """Hooks the adapters into the model's linears; with `train_norms` the norm weights become views of the master
+        buffer, starting from the model's own values."""
         compute, master, grads = self._views(self.compute), self.named(), self.named_grads()
         for index, (layer, linear) in enumerate(self.modules):
             base = PREFIX + module_name(layer, linear)

@@ -2,8 +2,10 @@
 
 Legend: T tokens of the packed stream, H hidden, Hq/Hk query and key/value heads, D head_dim, I intermediate, r rank.
 
-    mid = x + o(attention(rope(q), rope(k), v))         q, k, v of norm(x)   (q, k normed per head where the family does)
+    mid = x + o(attention(rope(q), rope(k), v))         q, k, v of norm(x)
     out = mid + down(swiglu(gate, up))                  gate, up of norm(mid)
+
+Where the family has QK-norm, q and k are normed per head before RoPE.
 """
 
 from __future__ import annotations
@@ -41,30 +43,15 @@ def block_forward(
     out: torch.Tensor, x: torch.Tensor, saved: Intermediates, block: BlockParams, s: Stream, window: int | None
 ) -> None:
     """out [T, H] = the block of x [T, H]; fills `saved`. `out` must not be `x`."""
-    block_recompute(x, saved, block, s, window)
+    _up_to_activation(x, saved, block, s, window)
     _linear(s, [out], saved, saved.act, block, ["down_proj"])
     out += saved.mid
 
 
 def block_recompute(x: torch.Tensor, saved: Intermediates, block: BlockParams, s: Stream, window: int | None) -> None:
-    """Fills `saved` from x [T, H]: the forward without its last product, which no gradient needs."""
-    ops, spec = s.ops, s.spec
-    ops.rms_norm_forward(saved.normed, saved.rstd, x, block.input_norm, spec.rms_norm_eps)
-    if spec.qk_norm:
-        q_raw, k_raw = _present(saved.q_raw), _present(saved.k_raw)
-        _linear(s, [q_raw, k_raw, saved.v], saved, saved.normed, block, ["q_proj", "k_proj", "v_proj"])
-        ops.rms_norm_forward(_per_head(saved.q), saved.q_rstd, _per_head(q_raw), block.q_norm, spec.rms_norm_eps)
-        ops.rms_norm_forward(_per_head(saved.k), saved.k_rstd, _per_head(k_raw), block.k_norm, spec.rms_norm_eps)
-    else:
-        _linear(s, [saved.q, saved.k, saved.v], saved, saved.normed, block, ["q_proj", "k_proj", "v_proj"])
-    ops.rope_forward(saved.q, s.cos, s.sin)
-    ops.rope_forward(saved.k, s.cos, s.sin)
-    ops.attention_forward(saved.attn, saved.lse, saved.q, saved.k, saved.v, s.cu_seqlens, s.attention_scale, window)
-    _linear(s, [saved.mid], saved, saved.attn, block, ["o_proj"])
-    saved.mid += x
-    ops.rms_norm_forward(saved.post_normed, saved.post_rstd, saved.mid, block.post_norm, spec.rms_norm_eps)
-    _linear(s, [saved.gate, saved.up], saved, saved.post_normed, block, ["gate_proj", "up_proj"])
-    ops.swiglu_forward(saved.act, saved.gate, saved.up)
+    """Fills `saved` from x [T, H]: the forward without the product of down_proj, which no gradient needs."""
+    _up_to_activation(x, saved, block, s, window)
+    s.ops.lora_down_forward([saved.u.get("down_proj")], saved.act, [block.linears["down_proj"]], s.dropout)
 
 
 def block_backward(
@@ -112,6 +99,27 @@ def block_backward(
     ops.rms_norm_backward(
         d_x, norm_grads.get("input_norm"), scratch.d_normed, x, saved.rstd, block.input_norm, scratch.d_mid
     )
+
+
+def _up_to_activation(x: torch.Tensor, saved: Intermediates, block: BlockParams, s: Stream, window: int | None) -> None:
+    """Fills `saved` up to `act`, the input of down_proj."""
+    ops, spec = s.ops, s.spec
+    ops.rms_norm_forward(saved.normed, saved.rstd, x, block.input_norm, spec.rms_norm_eps)
+    if spec.qk_norm:
+        q_raw, k_raw = _present(saved.q_raw), _present(saved.k_raw)
+        _linear(s, [q_raw, k_raw, saved.v], saved, saved.normed, block, ["q_proj", "k_proj", "v_proj"])
+        ops.rms_norm_forward(_per_head(saved.q), saved.q_rstd, _per_head(q_raw), block.q_norm, spec.rms_norm_eps)
+        ops.rms_norm_forward(_per_head(saved.k), saved.k_rstd, _per_head(k_raw), block.k_norm, spec.rms_norm_eps)
+    else:
+        _linear(s, [saved.q, saved.k, saved.v], saved, saved.normed, block, ["q_proj", "k_proj", "v_proj"])
+    ops.rope_forward(saved.q, s.cos, s.sin)
+    ops.rope_forward(saved.k, s.cos, s.sin)
+    ops.attention_forward(saved.attn, saved.lse, saved.q, saved.k, saved.v, s.cu_seqlens, s.attention_scale, window)
+    _linear(s, [saved.mid], saved, saved.attn, block, ["o_proj"])
+    saved.mid += x
+    ops.rms_norm_forward(saved.post_normed, saved.post_rstd, saved.mid, block.post_norm, spec.rms_norm_eps)
+    _linear(s, [saved.gate, saved.up], saved, saved.post_normed, block, ["gate_proj", "up_proj"])
+    ops.swiglu_forward(saved.act, saved.gate, saved.up)
 
 
 def _linear(

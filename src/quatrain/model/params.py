@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class BlockParams:
-    """One transformer block. `linears` maps each name of `spec.LINEARS` to its layer. Norm weights are fp32 (fp64 when the
-    compute dtype is fp64): `input_norm`, `post_norm` [H]; `q_norm`, `k_norm` [head_dim] where the family has them."""
+    """One transformer block. `linears` maps each name of `spec.LINEARS` to its layer. Norm weights are fp32 (fp64
+    when the compute dtype is fp64): `input_norm`, `post_norm` [H]; `q_norm`, `k_norm` [head_dim] where the family has
+    them."""
 
     linears: dict[str, Linear]
     input_norm: torch.Tensor

@@ -21,8 +21,9 @@ LINEARS = ATTENTION_LINEARS + MLP_LINEARS
 class RopeSpec:
     """Rotary embedding parameters. Fields that a kind does not use keep their defaults.
 
-    `rotary_dim` (even, at most head_dim) is how many leading dimensions of a head rotate; pairs are (i, i + rotary_dim/2).
-    `freq_factors` are the per-frequency divisors that GGUF files ship instead of the llama3 parameters.
+    `rotary_dim` (even, at most head_dim) is how many leading dimensions of a head rotate; pairs are (i, i +
+    rotary_dim/2). `freq_factors` are the per-frequency divisors that GGUF files ship instead of the llama3
+    parameters.
     """
 
     theta: float

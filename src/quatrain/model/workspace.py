@@ -1,4 +1,5 @@
-"""The working memory of a block: what its backward needs, and the gradients inside it. Slots for the plan, views for a step.
+"""The working memory of a block: what its backward needs, and the gradients inside it. Slots for the plan, views for
+a step.
 
 Legend: T tokens of the packed stream, H hidden, Hq/Hk query and key/value heads, D head_dim, I intermediate, r rank.
 """
@@ -20,7 +21,8 @@ ALWAYS = ("normed", "rstd", "q", "k", "v", "attn", "lse", "mid", "post_normed", 
 
 @dataclass
 class Intermediates:
-    """What a block's backward needs besides the block's input. `u` holds the adapters' down projections by linear name."""
+    """What a block's backward needs besides the block's input. `u` holds the adapters' down projections by linear
+    name."""
 
     normed: torch.Tensor  # [T, H]
     rstd: torch.Tensor  # [T]

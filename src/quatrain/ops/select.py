@@ -1,7 +1,7 @@
 """Which implementation of each op a run uses.
 
-`Ops` is the whole vocabulary of the engine. The block calls `ops.<name>` and never an implementation, so that a device's
-kernels, the profiler's timers or a recording stand-in can take the place of any of them.
+`Ops` is the whole vocabulary of the engine. The block calls `ops.<name>` and never an implementation, so that a
+device's kernels, the profiler's timers or a recording stand-in can take the place of any of them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Ops:
     rms_norm_backward: Callable[..., None]
     linear_lora_forward: Callable[..., None]
     linear_lora_backward: Callable[..., None]
+    lora_down_forward: Callable[..., None]
     attention_forward: Callable[..., None]
     attention_backward: Callable[..., None]
     swiglu_forward: Callable[..., None]
@@ -36,7 +37,8 @@ class Ops:
 
 
 def select_ops(device: str) -> tuple[Ops, str]:
-    """The ops for a device and one sentence that says which were taken and why. Raises KernelError where there are none."""
+    """The ops for a device and one sentence that says which were taken and why. Raises KernelError where there are
+    none."""
     if device != "cpu":
         raise KernelError(f"no kernels for device {device!r}", hint="use --device cpu")
     return reference_ops(), "reference ops (torch) on the CPU: no native kernels in this version"
@@ -50,7 +52,7 @@ def reference_ops() -> Ops:
     from quatrain.ops.embedding.reference import embedding_forward
     from quatrain.ops.grad_norm.reference import clip_scale, sum_squares
     from quatrain.ops.head_loss.reference import head_loss
-    from quatrain.ops.linear_lora.reference import linear_lora_backward, linear_lora_forward
+    from quatrain.ops.linear_lora.reference import linear_lora_backward, linear_lora_forward, lora_down_forward
     from quatrain.ops.rmsnorm.reference import rms_norm_backward, rms_norm_forward
     from quatrain.ops.rope.reference import rope_backward, rope_forward, rope_tables
     from quatrain.ops.swiglu.reference import swiglu_backward, swiglu_forward
@@ -65,6 +67,7 @@ def reference_ops() -> Ops:
         rms_norm_backward=rms_norm_backward,
         linear_lora_forward=linear_lora_forward,
         linear_lora_backward=linear_lora_backward,
+        lora_down_forward=lora_down_forward,
         attention_forward=attention_forward,
         attention_backward=attention_backward,
         swiglu_forward=swiglu_forward,

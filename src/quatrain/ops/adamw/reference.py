@@ -22,7 +22,8 @@ def adamw_step(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """param, exp_avg, exp_avg_sq [P] updated in place from grad [P]; scale, lr [] floating, step [] int64, skip [] bool."""
+    """param, exp_avg, exp_avg_sq [P] updated in place from grad [P]; scale, lr [] floating, step [] int64, skip []
+    bool."""
     beta1, beta2 = betas
     t = (step + 1).to(torch.float64)
     correction1, correction2 = 1 - beta1**t, 1 - beta2**t

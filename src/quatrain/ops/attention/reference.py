@@ -47,7 +47,8 @@ def attention_backward(
     scale: float,
     window: int | None,
 ) -> None:
-    """dq [T, Hq, D] =, dk, dv [T, Hk, D] = from dout [T, Hq, D] and what the forward read and wrote. `dq` may be `dout`."""
+    """dq [T, Hq, D] =, dk, dv [T, Hk, D] = from dout [T, Hq, D] and what the forward read and wrote. `dq` may be
+    `dout`."""
     num_kv_heads, wide = k.shape[1], lse.dtype
     for start, end in pairwise(cu_seqlens):
         keys, values = _heads_first(k[start:end], wide), _heads_first(v[start:end], wide)
@@ -67,8 +68,8 @@ def attention_backward(
 
 
 def query_blocks(length: int, num_heads: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(first query, end of queries, first key they can see) for each block of a row. A pure function of the row's length,
-    so that a row's numbers do not depend on what it is packed with."""
+    """(first query, end of queries, first key they can see) for each block of a row. A pure function of the row's
+    length, so that a row's numbers do not depend on what it is packed with."""
     rows = max(16, min(256, SCORE_BYTES // (4 * num_heads * max(length, 1))))
     for a in range(0, length, rows):
         yield a, min(a + rows, length), 0 if window is None else max(0, a - window + 1)

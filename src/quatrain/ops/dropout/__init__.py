@@ -4,9 +4,9 @@
     bits[t, k] = mix(mix(key[t] ^ mix(index)) ^ mix(k))               index numbers the adapters: each has its own mask
     mask[t, k] = (bits >= p 2^32) / (1 - p)
 
-`step` counts optimizer updates, `row` is the row's place in the optimizer step and `position` the token's place in its row:
-none of them depends on how rows are packed into micro-batches. `mix` is the 32-bit integer hash "lowbias32" (C. Wellons,
-"Prospecting for hash functions", 2018, public domain).
+`step` counts optimizer updates, `row` is the row's place in the optimizer step and `position` the token's place in
+its row: none of them depends on how rows are packed into micro-batches. `mix` is the 32-bit integer hash "lowbias32"
+(C. Wellons, "Prospecting for hash functions", 2018, public domain).
 """
 
 from __future__ import annotations

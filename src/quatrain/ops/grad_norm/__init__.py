@@ -2,7 +2,7 @@
 
 The gradients hold the sum over all supervised tokens of the optimizer step; N is their count.
 
-    out[slot] = sum(grad^2)                                      one slot for each segment, written right after its backward
+    out[slot] = sum(grad^2)                                      one slot for each segment
     norm      = sqrt(sum(out)) / N                               the norm of the mean gradient, before clipping
     scale     = min(1, max_norm / (norm + 1e-6)) / N             what AdamW multiplies every gradient by
     skip      = norm or loss is not finite, or N is 0            then scale is 0 and the update must change nothing

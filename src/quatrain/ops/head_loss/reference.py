@@ -16,8 +16,8 @@ def head_loss(
     head: torch.Tensor,
     logits: torch.Tensor,
 ) -> None:
-    """losses [R] = (accumulation dtype), dhidden [T, H] = (None: losses only), from hidden [T, H], rows, targets [R] int64
-    and head [V, H]. `logits` [c, V] is scratch in the accumulation dtype; its first size is the chunk."""
+    """losses [R] = (accumulation dtype), dhidden [T, H] = (None: losses only), from hidden [T, H], rows, targets [R]
+    int64 and head [V, H]. `logits` [c, V] is scratch in the accumulation dtype; its first size is the chunk."""
     if dhidden is not None:
         dhidden.zero_()
     for chunk in row_chunks(rows.shape[0], logits.shape[0]):
@@ -28,9 +28,11 @@ def head_loss(
             torch.mm(gathered, head.T, out=scores)
         else:
             scores.copy_(gathered @ head.T)
-        lse = torch.logsumexp(scores, dim=-1)
-        losses[chunk] = lse - scores.gather(1, wanted[:, None])[:, 0]
+        wanted_score = scores.gather(1, wanted[:, None])
+        top = scores.amax(-1, keepdim=True)
+        total = scores.sub_(top).exp_().sum(-1, keepdim=True)
+        losses[chunk] = (total.log() + top - wanted_score)[:, 0]
         if dhidden is not None:
-            scores.sub_(lse[:, None]).exp_()
+            scores.div_(total)
             scores.scatter_add_(1, wanted[:, None], scores.new_full((at.shape[0], 1), -1.0))
             dhidden[at] = scores.to(head.dtype) @ head

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Lora:
-    """One adapter, as views into the layer's flat segments. A [r, K] and B [N, r] are in the compute dtype; dA and dB are
-    fp32 accumulators. `scale` is alpha / r (rsLoRA: alpha / sqrt(r)) and is applied in compute, never stored in B.
-    `index` numbers the adapters of a model: it keys each one's own dropout mask."""
+    """One adapter, as views into the layer's flat segments. A [r, K] and B [N, r] are in the compute dtype; dA and dB
+    are fp32 accumulators. `scale` is alpha / r (rsLoRA: alpha / sqrt(r)) and is applied in compute, never stored in
+    B. `index` numbers the adapters of a model: it keys each one's own dropout mask."""
 
     A: torch.Tensor
     B: torch.Tensor

@@ -22,8 +22,8 @@ def linear_lora_forward(
     dropout: Dropout | None,
     scratch: torch.Tensor,
 ) -> None:
-    """outs[i] [T, N_i] = and us[i] [T, r] = (None without an adapter), from x [T, K]. `scratch` is flat, in x's dtype, and holds
-    the largest weight."""
+    """outs[i] [T, N_i] = and us[i] [T, r] = (None without an adapter), from x [T, K]. `scratch` is flat, in x's
+    dtype, and holds the largest weight."""
     for out, u, linear in zip(outs, us, linears, strict=True):
         weight = dense_weight(linear, scratch)
         if linear.bias is None:
@@ -34,6 +34,17 @@ def linear_lora_forward(
             assert u is not None
             _lora_down(u, x, linear.lora, dropout)
             out.addmm_(u, linear.lora.B.T, alpha=linear.lora.scale)
+
+
+def lora_down_forward(
+    us: Sequence[torch.Tensor | None], x: torch.Tensor, linears: Sequence[Linear], dropout: Dropout | None
+) -> None:
+    """us[i] [T, r] = (None without an adapter), from x [T, K]: what a recompute needs of a linear whose output it
+    does not."""
+    for u, linear in zip(us, linears, strict=True):
+        if linear.lora is not None:
+            assert u is not None
+            _lora_down(u, x, linear.lora, dropout)
 
 
 def linear_lora_backward(

@@ -5,7 +5,7 @@ block is scaled by its absolute maximum and every value becomes the index of the
 statistics ("double quantisation") the absmax values lose their mean (`offset`) and are quantised again, to 8 bits, in
 blocks of 256.
 
-    w[i]      = CODE[codes[i]] * absmax[i // 64]                                 (fp32 product, one rounding to out's dtype)
+    w[i]      = CODE[codes[i]] * absmax[i // 64]                  (fp32 product, one rounding)
     absmax[b] = CODE2[absmax_codes[b]] * absmax2[b // 256] + offset              (nested)
 """
 

@@ -24,7 +24,8 @@ def rms_norm_backward(
     weight: torch.Tensor,
     residual: torch.Tensor | None,
 ) -> None:
-    """dx [R, D] = residual + the norm's gradient, dweight [D] += (or None when frozen). `dx` may be `dout` or `residual`."""
+    """dx [R, D] = residual + the norm's gradient, dweight [D] += (or None when frozen). `dx` may be `dout` or
+    `residual`."""
     for rows in row_chunks(x.shape[0]):
         wide, wide_dout, scale = x[rows].to(weight.dtype), dout[rows].to(weight.dtype), rstd[rows, None]
         if dweight is not None:

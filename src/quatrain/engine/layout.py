@@ -1,0 +1,166 @@
+"""The layout of a step: every tensor it will touch, before the first weight is read.
+
+`lay_out` turns a model's numbers and the options into a memory plan, and decides how many blocks keep their
+intermediates (`checkpoint`). Formulas are upper bounds at full capacity: a shorter micro-batch uses the head of each
+slot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from quatrain.config import InstructConfig
+from quatrain.engine.inputs import input_slots
+from quatrain.memory.plan import Held, MemoryPlan, Slot
+from quatrain.model.adapters import match_targets, norm_sizes
+from quatrain.model.spec import LINEARS, ModelSpec
+from quatrain.model.workspace import intermediate_slots, scratch_slots
+from quatrain.ops.attention.reference import SCORE_BYTES
+from quatrain.ops.nf4 import BLOCK, NESTED_BLOCK
+from quatrain.ops.rows import CHUNK
+
+LOGITS_BYTES = 32 << 20
+"""The chunk of the head's logits stays near this size: large enough for an efficient product, small beside the
+model."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`tokens` is the capacity of a micro-batch; blocks `first_kept` and above keep their intermediates."""
+
+    tokens: int
+    first_kept: int
+    head_chunk: int
+    compute_dtype: torch.dtype
+    plan: MemoryPlan
+
+    @property
+    def wide_dtype(self) -> torch.dtype:
+        """The accumulation dtype."""
+        return torch.promote_types(self.compute_dtype, torch.float32)
+
+
+def lay_out(
+    spec: ModelSpec,
+    config: InstructConfig,
+    compute_dtype: torch.dtype,
+    budget: int,
+    baseline: int,
+    nf4_nested: bool | None,
+) -> Layout:
+    """The layout that fits `budget` bytes. Raises PlanError when even recomputing every block does not.
+
+    `baseline` is what the process holds before the model (Python, torch). `nf4_nested` says how the linears are held:
+    NF4 with or without nested statistics, or None for the compute dtype."""
+    wide = torch.promote_types(compute_dtype, torch.float32)
+    tokens = config.capacity
+    held = [
+        Held("process", "python and libraries", baseline),
+        *_weights(spec, compute_dtype, wide, nf4_nested),
+        *_adapters(spec, config, compute_dtype, wide),
+        Held("temporaries", "largest op", _temporaries(spec, config, compute_dtype, wide)),
+    ]
+    head_chunk = max(16, min(1024, tokens, LOGITS_BYTES // (spec.vocab_size * wide.itemsize)))
+    dense = max(math.prod(spec.linear_shape(name)) for name in LINEARS) if nf4_nested is not None else 0
+    ranks = [_ranks(spec, config, layer) for layer in range(spec.num_layers)]
+    widest = {name: config.lora_rank for layer in ranks for name in layer}
+    slots = [
+        *input_slots(tokens, spec.rope.rotary_dim // 2, wide),
+        *[
+            Slot("block inputs", f"hidden.{i}", (tokens, spec.hidden_size), compute_dtype)
+            for i in range(spec.num_layers + 1)
+        ],
+        Slot("step", "final", (tokens, spec.hidden_size), compute_dtype),
+        Slot("step", "final_rstd", (tokens,), wide),
+        *[Slot("step", f"d_hidden.{i}", (tokens, spec.hidden_size), compute_dtype) for i in range(2)],
+        *intermediate_slots(spec, widest, tokens, compute_dtype, wide, "workspace", "shared"),
+        *scratch_slots(spec, tokens, compute_dtype, "workspace", "scratch"),
+        Slot("scratch", "dense weight", (dense,), compute_dtype),
+        Slot("scratch", "logits", (head_chunk, spec.vocab_size), wide),
+    ]
+    kept = [
+        intermediate_slots(spec, ranks[layer], tokens, compute_dtype, wide, "kept blocks", f"kept.{layer}")
+        for layer in range(spec.num_layers)
+    ]
+    least = MemoryPlan(tuple(slots), tuple(held))
+    least.require(budget)
+    first_kept = _first_kept(config, [sum(slot.nbytes for slot in block) for block in kept], budget - least.total_bytes)
+    slots += [slot for block in kept[first_kept:] for slot in block]
+    plan = MemoryPlan(tuple(slots), tuple(held))
+    plan.require(budget)
+    return Layout(tokens, first_kept, head_chunk, compute_dtype, plan)
+
+
+def _first_kept(config: InstructConfig, kept_bytes: list[int], room: int) -> int:
+    """Blocks are kept from the top: the last one's intermediates are the first that the backward needs."""
+    if config.checkpoint == "block":
+        return len(kept_bytes)
+    if config.checkpoint == "none":
+        return 0
+    first = len(kept_bytes)
+    while first > 0 and kept_bytes[first - 1] <= room:
+        first -= 1
+        room -= kept_bytes[first]
+    return first
+
+
+def _ranks(spec: ModelSpec, config: InstructConfig, layer: int) -> dict[str, int]:
+    return {name: config.lora_rank for at, name in match_targets(spec, config.lora_targets) if at == layer}
+
+
+def nf4_bytes(numel: int, nested: bool) -> int:
+    """Bytes of an NF4 tensor: 4-bit codes, and a statistic for each 64: fp32, or 8 bits with fp32 for each 256 and an
+    offset."""
+    blocks = -(-numel // BLOCK)
+    statistics = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 if nested else 4 * blocks
+    return -(-numel // 2) + statistics
+
+
+def _weights(spec: ModelSpec, compute: torch.dtype, wide: torch.dtype, nf4_nested: bool | None) -> list[Held]:
+    linears = biases = 0
+    for name in LINEARS:
+        n, k = spec.linear_shape(name)
+        linears += n * k * compute.itemsize if nf4_nested is None else nf4_bytes(n * k, nf4_nested)
+        biases += n * compute.itemsize if name in spec.biased else 0
+    norms = sum(sum(norm_sizes(spec, layer).values()) for layer in range(spec.num_layers + 1)) * wide.itemsize
+    table = spec.vocab_size * spec.hidden_size * compute.itemsize
+    kind = "plain" if nf4_nested is None else "NF4, nested" if nf4_nested else "NF4"
+    return [
+        Held("weights", f"linears ({kind})", linears * spec.num_layers + (1024 if nf4_nested else 0)),
+        Held("weights", "norms and biases", norms + biases * spec.num_layers),
+        Held("weights", "embedding", table),
+        *([] if spec.tie_word_embeddings else [Held("weights", "output head", table)]),
+    ]
+
+
+def _adapters(spec: ModelSpec, config: InstructConfig, compute: torch.dtype, wide: torch.dtype) -> list[Held]:
+    sizes = [0] * (spec.num_layers + 1)
+    for layer, name in match_targets(spec, config.lora_targets):
+        sizes[layer] += config.lora_rank * sum(spec.linear_shape(name))
+    lora = sum(sizes)
+    if config.train_norms:
+        sizes = [size + sum(norm_sizes(spec, layer).values()) for layer, size in enumerate(sizes)]
+    total, copies = sum(sizes), 0 if compute == wide else lora
+    return [
+        Held("adapters", "masters", total * wide.itemsize),
+        Held("adapters", "gradients", (max(sizes) if config.clip == "layer" else total) * wide.itemsize),
+        Held("adapters", "moments", 2 * total * wide.itemsize),
+        *([Held("adapters", "compute copies", copies * compute.itemsize)] if copies else []),
+    ]
+
+
+def _temporaries(spec: ModelSpec, config: InstructConfig, compute: torch.dtype, wide: torch.dtype) -> int:
+    """The most that one reference op allocates while it runs (each formula counts the tensors alive at its peak)."""
+    w, c = wide.itemsize, compute.itemsize
+    longest_k = max(spec.linear_shape(name)[1] for name in LINEARS)
+    longest_n = max(spec.linear_shape(name)[0] for name in LINEARS)
+    kv, heads = spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
+    scores = max(SCORE_BYTES, 16 * spec.num_heads * config.max_seq_len * 4) * w // 4
+    attention = 3 * scores + (4 * config.max_seq_len * kv + 4 * CHUNK * heads) * w
+    adapters = CHUNK * (longest_n + 3 * longest_k) * w + config.lora_rank * (longest_n + longest_k) * w
+    swiglu = 7 * CHUNK * spec.intermediate_size * w
+    head = 2 * LOGITS_BYTES * c // w if c < w else 0
+    return max(attention, adapters, swiglu, head)

@@ -1,0 +1,334 @@
+"""The public face of the engine: one model, its adapters, and the steps that train, evaluate and use them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from quatrain.config import GenerateConfig, InstructConfig
+from quatrain.data.row import Row
+from quatrain.data.tokenizer import Tokenizer
+from quatrain.engine.inputs import Batch, pack_rows, split_rows
+from quatrain.engine.layout import Layout
+from quatrain.engine.setup import choose_layout, resolve_compute_dtype, resolve_device
+from quatrain.engine.step import StepEngine
+from quatrain.errors import CheckpointError, ConfigError, DataError
+from quatrain.memory.plan import MemoryPlan
+from quatrain.model.adapters import AdapterSet
+from quatrain.ops.select import select_ops
+from quatrain.profile.spans import Profiler
+
+if TYPE_CHECKING:
+    from quatrain.checkpoint.open import ModelSource
+
+Sample: TypeAlias = "Row | tuple[Sequence[int], Sequence[int]]"
+"""A tokenised row, or (prompt ids, response ids): the response is supervised."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `loss` is the mean over its `num_response_tokens` supervised tokens (NaN for a caller's
+    gradient), `grad_norm` that of the mean gradient before clipping. `skipped`: it was not finite, and nothing was
+    updated."""
+
+    loss: float
+    num_response_tokens: int
+    perplexity: float
+    grad_norm: float
+    tokens: int
+    lr: float
+    step: int
+    skipped: bool
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Token-weighted mean loss over all supervised tokens."""
+
+    avg_loss: float
+    total_response_tokens: int
+    perplexity: float
+
+
+class InstructPipeline:
+    """A frozen model with trainable adapters. Build it with `from_pretrained`."""
+
+    def __init__(self, source: ModelSource, config: InstructConfig, layout: Layout) -> None:
+        from quatrain.checkpoint.load import load_params
+
+        self.source, self.config, self.spec = source, config, source.spec
+        self.tokenizer: Tokenizer | None = source.tokenizer()
+        self.profiler = Profiler()
+        self._layout = layout
+        ops, self.ops_reason = select_ops(resolve_device(config))
+        params = load_params(
+            source, quantize=config.quantize, double_quant=config.double_quant, compute_dtype=layout.compute_dtype
+        )
+        self.adapters = AdapterSet(self.spec, config, layout.compute_dtype)
+        self.adapters.attach(params)
+        self.adapters.initialise(config.seed)
+        self.engine = StepEngine(params, self.adapters, config, layout, ops, self.profiler)
+        self.set_learning_rate(config.learning_rate)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, config: InstructConfig | None = None) -> InstructPipeline:
+        """Opens a Hugging Face folder or hub id, a GGUF file or a known alias. Plans the memory, then reads the
+        weights.
+
+        Raises ModelError for what cannot be used, PlanError when it does not fit, ConfigError for options that do not
+        apply."""
+        from quatrain.checkpoint.open import open_source
+
+        return cls.from_source(open_source(str(path)), config)
+
+    @classmethod
+    def from_source(cls, source: ModelSource, config: InstructConfig | None = None) -> InstructPipeline:
+        """As `from_pretrained`, for a source that is already open."""
+        config = config or InstructConfig()
+        return cls(source, config, choose_layout(source.spec, config, source.stored_nf4_nested))
+
+    # Training.
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The rate of the next step. It lives on the device; nothing is rebuilt."""
+        self.engine.state.lr.fill_(lr)
+
+    def train_step(self, samples: Sequence[Sample]) -> StepResult:
+        """One optimizer step over `samples`, in as many micro-batches as their tokens need.
+
+        Raises DataError for a row that is too long, has ids outside the vocabulary, or has nothing to learn from."""
+        return self.train_micro_batches(split_rows(self._rows(samples), self._layout.tokens))
+
+    def train_micro_batches(self, micro_batches: Sequence[Sequence[Sample]]) -> StepResult:
+        """One optimizer step over given micro-batches; its gradient is the mean over all their supervised tokens."""
+        batches = self._batches([self._rows(rows) for rows in micro_batches])
+        self._require_targets(batches)
+        if len(batches) > 1 and self.config.clip == "layer":
+            raise ConfigError(
+                f"clip 'layer' updates inside the backward loop: want one micro-batch a step, got {len(batches)}",
+                hint="use --clip global, or raise micro_batch_tokens so that a step is one micro-batch",
+            )
+        self.engine.optimizer.begin_step()
+        for batch in batches:
+            self.engine.train(batch)
+        self.engine.optimizer.end_step()
+        return self._step_result(batches)
+
+    def backward_step(self, samples: Sequence[Sample], d_hidden: torch.Tensor) -> StepResult:
+        """One optimizer step from the caller's gradient d_hidden [T, H] at the final norm's output, T the tokens of
+        `samples` in order. The gradient is taken as it is; clip and update are the usual ones. `loss` is NaN: it is
+        the caller's."""
+        batches = self._batches([self._rows(samples)])
+        self._check_d_hidden(batches, d_hidden)
+        self.engine.optimizer.begin_step()
+        self.engine.train_from(batches[0], d_hidden)
+        self.engine.optimizer.end_step()
+        return self._step_result(batches, loss=math.nan)
+
+    # Gradients without an update.
+
+    def loss_and_gradients(self, samples: Sequence[Sample]) -> tuple[float, dict[str, torch.Tensor]]:
+        """The mean loss over the supervised tokens and its gradient by PEFT parameter name, fp32. Nothing is
+        updated."""
+        batches = self._batches(split_rows(self._rows(samples), self._layout.tokens))
+        self._require_targets(batches)
+        count = sum(batch.num_targets for batch in batches)
+        self.engine.optimizer.begin_step()
+        sums = self.engine.collect(lambda: [self.engine.train(batch) for batch in batches])
+        return self.engine.state.loss_sum.item() / count, {name: grad / count for name, grad in sums.items()}
+
+    def hidden_gradients(self, samples: Sequence[Sample], d_hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The adapters' gradients from the caller's d_hidden [T, H] at the final norm's output. Nothing is updated.
+
+        All samples together must fit one micro-batch (ConfigError)."""
+        batches = self._batches([self._rows(samples)])
+        self._check_d_hidden(batches, d_hidden)
+        self.engine.optimizer.begin_step()
+        return self.engine.collect(lambda: self.engine.train_from(batches[0], d_hidden))
+
+    def hidden_states(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """The final norm's output [T, H] over the samples in order, for a caller's own loss. No dropout."""
+        batches = self._batches([self._rows(samples)])
+        return self.engine.hidden(batches[0]).clone()
+
+    # Evaluation.
+
+    def evaluate(self, samples: Sequence[Sample]) -> BatchResult:
+        """The token-weighted mean loss. A pure function of weights and rows: no dropout, nothing trained."""
+        losses = self.token_losses(samples)
+        count = losses.numel()
+        if count == 0:
+            raise DataError("nothing to evaluate: no supervised token in any row")
+        mean = losses.sum().item() / count
+        return BatchResult(mean, count, _perplexity(mean))
+
+    def token_losses(self, samples: Sequence[Sample]) -> torch.Tensor:
+        """The loss of every supervised token in order, fp64."""
+        batches = self._batches(split_rows(self._rows(samples), self._layout.tokens))
+        return torch.cat([self.engine.evaluate(batch).to(torch.float64) for batch in batches])
+
+    # Text.
+
+    def generate(self, prompt: str | Sequence[int], config: GenerateConfig | None = None) -> str:
+        """The continuation of a raw text (encoded with the model's own BOS rule) or of token ids, decoded."""
+        tokenizer = self._need_tokenizer()
+        ids = tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else list(prompt)
+        return tokenizer.decode(self.generate_ids([ids], config)[0], skip_special=True)
+
+    def generate_chat(self, system: str | None, user: str, config: GenerateConfig | None = None) -> str:
+        """The answer to one user message, through the model's own chat template."""
+        return self.generate(self.chat_ids(system, user), config)
+
+    def chat_ids(self, system: str | None, user: str) -> list[int]:
+        """The token ids of the prompt that `generate_chat` sends: a prefix of the training ids of the same
+        conversation."""
+        from quatrain.data.render import render_chat
+
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": user})
+        return list(render_chat(messages, self._need_tokenizer(), add_generation_prompt=True).ids)
+
+    def generate_ids(self, prompts: Sequence[Sequence[int]], config: GenerateConfig | None = None) -> list[list[int]]:
+        """The new token ids for each prompt, decoded together; the end token is left out."""
+        from quatrain.model.generate import generate_ids
+
+        return generate_ids(self._decoder(), prompts, config or GenerateConfig())
+
+    def stream(self, ids: Sequence[int], config: GenerateConfig | None = None) -> Iterator[int]:
+        """New token ids one by one, until an end token or the limit."""
+        from quatrain.model.generate import stream
+
+        return stream(self._decoder(), ids, config or GenerateConfig())
+
+    # Files.
+
+    def save_adapter(self, folder: str | Path) -> None:
+        """Writes PEFT's `adapter_config.json` and `adapter_model.safetensors` and the tokenizer's files, reads them
+        back and compares. Raises CheckpointError when any of that fails; an earlier adapter in `folder` is replaced
+        only at the end."""
+        from quatrain.checkpoint.peft import save_adapter
+
+        save_adapter(
+            folder, self.adapters.named(), self.config, num_layers=self.spec.num_layers, base_name=self.source.name,
+            base_fingerprint=self.source.fingerprint(), files=self.tokenizer.files if self.tokenizer else None,
+        )  # fmt: skip
+
+    def load_adapter(self, folder: str | Path, *, any_base: bool = False) -> list[str]:
+        """Puts a saved adapter in place, all of it or nothing; returns notices to show. Raises CheckpointError."""
+        from quatrain.checkpoint.peft import load_adapter
+
+        notices = load_adapter(
+            folder, self.adapters.named(), self.config, base_fingerprint=self.source.fingerprint(), any_base=any_base
+        )
+        self.adapters.refresh()
+        return notices
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that a resumed run needs to go on bit for bit: masters, moments, counters. Views, not copies."""
+        exp_avg, exp_avg_sq = self.adapters.named_moments()
+        state = {f"master.{name}": tensor for name, tensor in self.adapters.named().items()}
+        state |= {f"exp_avg.{name}": tensor for name, tensor in exp_avg.items()}
+        state |= {f"exp_avg_sq.{name}": tensor for name, tensor in exp_avg_sq.items()}
+        return state | {"step": self.engine.state.step, "skipped": self.engine.state.skipped}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores what `state` returned, all of it or nothing. Raises CheckpointError naming what differs."""
+        own = self.state()
+        problems = [f"missing {name}" for name in own if name not in state]
+        problems += [f"unexpected {name}" for name in state if name not in own]
+        problems += [
+            f"{name} is {tuple(state[name].shape)}, want {tuple(tensor.shape)}"
+            for name, tensor in own.items()
+            if name in state and state[name].shape != tensor.shape
+        ]
+        if problems:
+            raise CheckpointError("the saved state does not fit this run: " + "; ".join(problems[:8]))
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        self.adapters.refresh()
+
+    def plan(self) -> MemoryPlan:
+        """Every byte of the run by name."""
+        return self._layout.plan
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    # Checks at the door.
+
+    def _rows(self, samples: Sequence[Sample]) -> list[Row]:
+        rows = [s if isinstance(s, Row) else Row.from_pair(s[0], s[1], f"sample {i}") for i, s in enumerate(samples)]
+        for i, row in enumerate(rows):
+            where = row.source or f"sample {i}"
+            if not row.input_ids:
+                raise DataError(f"{where}: the row has no tokens")
+            if len(row) > self.config.max_seq_len:
+                raise DataError(
+                    f"{where}: {len(row)} tokens, max_seq_len is {self.config.max_seq_len}",
+                    hint="raise max_seq_len, or truncate the row yourself: the engine never does",
+                )
+            if not all(0 <= i < self.spec.vocab_size for i in row.input_ids):
+                bad = next(i for i in row.input_ids if not 0 <= i < self.spec.vocab_size)
+                raise DataError(f"{where}: token id {bad} is outside the embedding's {self.spec.vocab_size} rows")
+        return rows
+
+    def _batches(self, groups: Sequence[Sequence[Row]]) -> list[Batch]:
+        """One batch for each non-empty group; rows are numbered through the whole optimizer step."""
+        batches, first = [], 0
+        for rows in groups:
+            if not rows:
+                continue
+            tokens = sum(map(len, rows))
+            if tokens > self._layout.tokens:
+                raise ConfigError(
+                    f"a micro-batch of {tokens} tokens, the plan holds {self._layout.tokens}",
+                    hint="give the rows to train_step, which splits them, or raise micro_batch_tokens",
+                )
+            batches.append(pack_rows(rows, first))
+            first += len(rows)
+        if not batches:
+            raise DataError("no rows were given")
+        return batches
+
+    def _require_targets(self, batches: list[Batch]) -> None:
+        if sum(batch.num_targets for batch in batches) == 0:
+            raise DataError("no supervised token in any row: there is nothing to learn from")
+
+    def _check_d_hidden(self, batches: list[Batch], d_hidden: torch.Tensor) -> None:
+        want = (batches[0].num_tokens, self.spec.hidden_size)
+        if tuple(d_hidden.shape) != want:
+            raise DataError(
+                f"d_hidden: want shape {want} (tokens of all samples, hidden size), got {tuple(d_hidden.shape)}"
+            )
+
+    def _step_result(self, batches: list[Batch], loss: float | None = None) -> StepResult:
+        state = self.engine.state
+        count = sum(batch.num_targets for batch in batches)
+        mean = state.loss_sum.item() / count if loss is None else loss
+        return StepResult(
+            loss=mean,
+            num_response_tokens=count,
+            perplexity=_perplexity(mean),
+            grad_norm=state.norm.item(),
+            tokens=sum(batch.num_tokens for batch in batches),
+            lr=state.lr.item(),
+            step=int(state.step.item()),
+            skipped=bool(state.skip.item()),
+        )
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError(
+                f"{self.source.name} has no tokenizer: text needs one", hint="use token ids (generate_ids, train_step)"
+            )
+        return self.tokenizer
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
