@@ -107,11 +107,10 @@ class AdapterSet:
         total = sum(segment.size for segment in self.segments)
         self.shared_grad = config.clip == "layer"
         grad_size = max(segment.size for segment in self.segments) if self.shared_grad else total
-        flat = {"dtype": self.master_dtype, "device": device}
-        self.master = torch.zeros(total, **flat)
-        self.grad = torch.zeros(grad_size, **flat)
-        self.exp_avg = torch.zeros(total, **flat)
-        self.exp_avg_sq = torch.zeros(total, **flat)
+        self.master = torch.zeros(total, dtype=self.master_dtype, device=device)
+        self.grad = self.master.new_zeros(grad_size)
+        self.exp_avg = torch.zeros_like(self.master)
+        self.exp_avg_sq = torch.zeros_like(self.master)
         lora_size = self.segments[-1].lora.stop
         same = compute_dtype == self.master_dtype
         self.compute = self.master[:lora_size] if same else torch.zeros(lora_size, dtype=compute_dtype, device=device)
@@ -218,7 +217,7 @@ class AdapterSet:
             self.compute[part.start : stop].copy_(self.master[part.start : stop])
 
     def num_parameters(self) -> int:
-        return self.master.numel()
+        return int(self.master.numel())
 
     def _views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 OpsT = TypeVar("OpsT")
@@ -37,7 +38,8 @@ class Profiler:
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
-        self._part, self._layer = "other", None
+        self._part = "other"
+        self._layer: int | None = None
         self._spans: dict[tuple[str, int | None, str], Span] = {}
 
     def timed(self, ops: OpsT) -> OpsT:
@@ -47,11 +49,10 @@ class Profiler:
 
     def _timer(self, name: str, op: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
-            if not self.enabled:
-                return op(*args)
             start = time.perf_counter()
             op(*args)
-            self._add(name, time.perf_counter() - start, args)
+            if self.enabled:
+                self._add(name, time.perf_counter() - start, args)
 
         return call
 
@@ -125,7 +126,7 @@ def _linear_flops(tokens: int, linears: Any, passes: int) -> float:
 def _attention_flops(q: Any, cu_seqlens: Any, window: int | None, products: int) -> float:
     """2 D for each visible pair of a query head and a key, for each of the products."""
     pairs = 0
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+    for start, end in pairwise(cu_seqlens):
         n = end - start
         w = n if window is None else min(window, n)
         pairs += n * w - w * (w - 1) // 2

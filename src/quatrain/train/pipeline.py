@@ -15,7 +15,7 @@ from quatrain.data.row import Row
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.engine.inputs import Batch, pack_rows, split_rows
 from quatrain.engine.layout import Layout
-from quatrain.engine.setup import choose_layout, resolve_compute_dtype, resolve_device
+from quatrain.engine.setup import choose_layout, resolve_device
 from quatrain.engine.step import StepEngine
 from quatrain.errors import CheckpointError, ConfigError, DataError
 from quatrain.memory.plan import MemoryPlan
@@ -139,7 +139,12 @@ class InstructPipeline:
         self._require_targets(batches)
         count = sum(batch.num_targets for batch in batches)
         self.engine.optimizer.begin_step()
-        sums = self.engine.collect(lambda: [self.engine.train(batch) for batch in batches])
+
+        def accumulate() -> None:
+            for batch in batches:
+                self.engine.train(batch)
+
+        sums = self.engine.collect(accumulate)
         return self.engine.state.loss_sum.item() / count, {name: grad / count for name, grad in sums.items()}
 
     def hidden_gradients(self, samples: Sequence[Sample], d_hidden: torch.Tensor) -> dict[str, torch.Tensor]:
