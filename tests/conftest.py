@@ -22,6 +22,12 @@ def _two_threads() -> None:
     torch.set_num_threads(2)
 
 
+@pytest.fixture(autouse=True)
+def _poison_unwritten_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every arena of the suite starts as NaN between guard words: a read of unwritten memory shows."""
+    monkeypatch.setattr("quatrain.memory.arena.poison_by_default", True)
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The project's root folder."""
