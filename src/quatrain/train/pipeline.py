@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -12,6 +12,7 @@ import torch
 
 from quatrain.config import GenerateConfig, InstructConfig
 from quatrain.data.row import Row
+from quatrain.data.stream import StopTexts
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.engine.inputs import Batch, pack_rows, split_rows
 from quatrain.engine.layout import Layout
@@ -25,6 +26,7 @@ from quatrain.profile.spans import Profiler
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.open import ModelSource
+    from quatrain.model.decoder import Decoder
 
 Sample: TypeAlias = "Row | tuple[Sequence[int], Sequence[int]]"
 """A tokenised row, or (prompt ids, response ids): the response is supervised."""
@@ -180,10 +182,16 @@ class InstructPipeline:
     # Text.
 
     def generate(self, prompt: str | Sequence[int], config: GenerateConfig | None = None) -> str:
-        """The continuation of a raw text (encoded with the model's own BOS rule) or of token ids, decoded."""
-        tokenizer = self._need_tokenizer()
+        """The continuation of a raw text (encoded with the model's own BOS rule) or of token ids, decoded. It ends
+        before a stop text."""
+        tokenizer, config = self._need_tokenizer(), config or GenerateConfig()
         ids = tokenizer.encode(prompt, bos=True) if isinstance(prompt, str) else list(prompt)
-        return tokenizer.decode(self.generate_ids([ids], config)[0], skip_special=True)
+        decoder, stops, text = tokenizer.stream_decoder(), StopTexts(config.stop), ""
+        for token in self.stream(ids, config):
+            text += stops.push(decoder.push(token))
+            if stops.stopped:
+                return text
+        return text + stops.push(decoder.finish()) + stops.finish()
 
     def generate_chat(self, system: str | None, user: str, config: GenerateConfig | None = None) -> str:
         """The answer to one user message, through the model's own chat template."""
@@ -199,16 +207,27 @@ class InstructPipeline:
         return list(render_chat(messages, self._need_tokenizer(), add_generation_prompt=True).ids)
 
     def generate_ids(self, prompts: Sequence[Sequence[int]], config: GenerateConfig | None = None) -> list[list[int]]:
-        """The new token ids for each prompt, decoded together; the end token is left out."""
-        from quatrain.model.generate import generate_ids
+        """The new token ids for each prompt, decoded together; the end token is left out. Where a stop text ends a row,
+        its own tokens are still there."""
+        from quatrain.model.generate import generate
 
-        return generate_ids(self._decoder(), prompts, config or GenerateConfig())
+        config, stop_when = config or GenerateConfig(), None
+        if config.stop:
+            stop_when = _contains_any(self._need_tokenizer(), config.stop)
+        rows = generate(self._decoder(), prompts, config, end_ids=self.source.eos_token_ids, stop_when=stop_when)
+        return [row.ids for row in rows]
 
     def stream(self, ids: Sequence[int], config: GenerateConfig | None = None) -> Iterator[int]:
-        """New token ids one by one, until an end token or the limit."""
+        """New token ids one by one, until an end token or the limit. Stop texts are for the caller, who sees the text
+        (`data.stream.StopTexts`)."""
         from quatrain.model.generate import stream
 
-        return stream(self._decoder(), ids, config or GenerateConfig())
+        return stream(self._decoder(), ids, config or GenerateConfig(), end_ids=self.source.eos_token_ids)
+
+    def _decoder(self) -> Decoder:
+        from quatrain.model.decoder import Decoder
+
+        return Decoder(self.engine.params, self.engine.ops)
 
     # Files.
 
@@ -333,6 +352,14 @@ class InstructPipeline:
                 f"{self.source.name} has no tokenizer: text needs one", hint="use token ids (generate_ids, train_step)"
             )
         return self.tokenizer
+
+
+def _contains_any(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+    def stopped(ids: Sequence[int]) -> bool:
+        text = tokenizer.decode(ids)
+        return any(stop in text for stop in stops)
+
+    return stopped
 
 
 def _perplexity(loss: float) -> float:

@@ -1,0 +1,36 @@
+"""Attention of one new token a row over the keys and values of its past, for generation.
+
+Legend: B rows, S slots of the cache, Hq query heads, Hk key/value heads, D head_dim.
+
+Row b has seen lengths[b] tokens, the new one included; its query sees the last `window` of them (None: all). Formula
+and precision are those of the causal attention, whose last row of queries this is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def cached_attention_forward(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    """out [B, Hq, D] =, from q [B, Hq, D], keys, values [B, S, Hk, D] and lengths int64 [B].
+
+    Slots that a row does not see must be finite: they enter with probability zero."""
+    rows, heads, dim = q.shape
+    kv_heads, wide = keys.shape[2], torch.promote_types(q.dtype, torch.float32)
+    stop = int(lengths.max())
+    start = 0 if window is None else max(0, int(lengths.min()) - window)
+    k = keys[:, start:stop].to(wide).permute(0, 2, 3, 1)  # [B, Hk, D, S]
+    v = values[:, start:stop].to(wide).transpose(1, 2)  # [B, Hk, S, D]
+    scores = (q.to(wide).view(rows, kv_heads, heads // kv_heads, dim) @ k).mul_(scale)
+    slots, seen = torch.arange(start, stop, device=q.device), lengths[:, None]
+    hidden = slots >= seen if window is None else (slots >= seen) | (slots < seen - window)
+    probabilities = scores.masked_fill_(hidden[:, None, None, :], float("-inf")).softmax(-1)
+    out.copy_((probabilities @ v).view(rows, heads, dim))
