@@ -142,6 +142,11 @@ class Tokenizer:
         """One more than the largest id: the rows an embedding table needs."""
         return int(max(self._full.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: no token covers more characters of a text."""
+        return max((len(token.encode("utf-8")) for token in self._full.get_vocab(with_added_tokens=True)), default=1)
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its exact text, or None."""
         found = self._full.token_to_id(token)

@@ -1,0 +1,39 @@
+"""What can become of a record on its way to a row: a record, or a reason why not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quatrain.errors import DataError
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record of a data file, as written. `source` is "file:line" (Parquet: "file:row")."""
+
+    values: dict[str, Any]
+    source: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A record that does not become a row. `reason` is the short text that counts are kept by; `detail` is about this
+    record. `bad` separates what is wrong with the data from what a stated policy leaves out (length, empty answers)."""
+
+    source: str
+    reason: str
+    detail: str
+    bad: bool = True
+
+
+class RowError(DataError):
+    """This row cannot be used; the rows after it may be. `reason` is what its count is kept by."""
+
+    def __init__(self, reason: str, detail: str | None = None, *, bad: bool = True, hint: str | None = None) -> None:
+        super().__init__(detail or reason, hint=hint)
+        self.reason = reason
+        self.bad = bad
+
+    def at(self, source: str) -> Skipped:
+        return Skipped(source, self.reason, str(self), self.bad)

@@ -1,0 +1,284 @@
+"""Data files to records: JSON Lines, a JSON array, CSV or Parquet, each also gzipped.
+
+The format is read off the content, since names lie. Values stay what the file says: text is never taken for a number
+or a date. A broken record is reported with its line and the next one is read; a fault after which the rest of the file
+cannot be trusted (a cut archive, a broken array) raises.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from quatrain.data.outcome import Record, RowError, Skipped
+from quatrain.data.paths import SUPPORTED
+from quatrain.errors import DataError
+
+_GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
+_BOM, _UTF16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_SNIFF_BYTES = 1 << 16
+_LONGEST_FIELD = 2**31 - 1  # csv's own limit is 128 KiB
+
+
+def read_records(path: Path, file_format: str = "auto") -> Iterator[Record | Skipped]:
+    """The records of one file in order, and a `Skipped` for each one that is broken.
+
+    Raises DataError if the file cannot be read, is empty, is of no supported format, or is damaged beyond one record.
+    """
+    try:
+        chosen = _sniff(path) if file_format == "auto" else file_format
+        yield from _READERS[chosen](path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path}: the gzip data is damaged or cut short ({error})", hint="fetch the file again"
+        ) from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> IO[bytes]:
+    """The file's bytes, decompressed if it is gzip (by content)."""
+    return gzip.open(path, "rb") if _is_gzip(path) else open(path, "rb")  # type: ignore[return-value]
+
+
+def _is_gzip(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == _GZIP
+
+
+def _sniff(path: Path) -> str:
+    with _open(path) as file:
+        head = file.read(_SNIFF_BYTES)
+    if head.startswith(_PARQUET):
+        return "parquet"
+    if head.startswith(_UTF16):
+        raise DataError(f"{path}: is UTF-16", hint="save it as UTF-8")
+    text = head.removeprefix(_BOM).lstrip()
+    if not text:
+        raise DataError(f"{path}: is empty")
+    if text.startswith(b"["):
+        return "json"
+    if text.startswith(b"{"):
+        first_line, _, rest = text.partition(b"\n")
+        return "json" if rest and not _is_object(first_line) and _is_one_object(path) else "jsonl"
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith((".csv", ".tsv")) and not head.startswith(_ZIP) and b"\0" not in head:
+        return "csv"
+    if name.endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    if name.endswith(".json"):
+        return "json"
+    raise DataError(
+        f"{path}: not a format that can be read; supported: {SUPPORTED}",
+        hint="set the format option if it is one of these under another name",
+    )
+
+
+def _is_one_object(path: Path) -> bool:
+    """Whether the whole file is a single, pretty-printed object."""
+    with _open(path) as file:
+        return _is_object(file.read())
+
+
+def _is_object(text: bytes) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+# JSON
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, unless a key comes twice: one of its values would be lost."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError("duplicate key", f"the key {twice!r} comes twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise RowError("not JSON", f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """One JSON object. Raises RowError with the column."""
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise RowError("not JSON", f"not JSON at column {error.colno}: {error.msg}") from error
+    except RecursionError as error:
+        raise RowError("not JSON", "nested too deeply") from error
+    except ValueError as error:  # an integer with thousands of digits
+        raise RowError("not JSON", f"not JSON: {error}") from error
+    return _object(value)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RowError("not an object", f"a row must be an object with named fields, got {type(value).__name__}")
+    return value
+
+
+def _read_jsonl(path: Path) -> Iterator[Record | Skipped]:
+    with _open(path) as file:
+        for number, line in enumerate(file, start=1):
+            source = f"{path}:{number}"
+            try:
+                text = _decode(line.removeprefix(_BOM) if number == 1 else line).rstrip("\r\n")
+                if text.strip():
+                    yield Record(_parse(text), source)
+            except RowError as error:
+                yield error.at(source)
+
+
+def _decode(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowError("not UTF-8", f"not UTF-8 at byte {error.start + 1} of the line") from error
+
+
+def _read_json(path: Path) -> Iterator[Record | Skipped]:
+    """The elements of one array (or a single object), each with the line it starts on."""
+    with _open(path) as file:
+        raw = file.read().removeprefix(_BOM)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}:{line}: not UTF-8 at byte {error.start + 1} of the file") from error
+    del raw
+    if text.lstrip().startswith("{"):
+        line = text[: text.index("{")].count("\n") + 1
+        yield Record(_parse(text), f"{path}:{line}")
+        return
+    yield from _array_elements(path, text)
+
+
+def _array_elements(path: Path, text: str) -> Iterator[Record | Skipped]:
+    line, counted = 1, 0
+
+    def fail(at: int, problem: str) -> DataError:
+        column = at - text.rfind("\n", 0, at)
+        return DataError(f"{path}:{text.count(chr(10), 0, at) + 1}: column {column}: {problem}")
+
+    at = _skip_space(text, 0)
+    if text[at : at + 1] != "[":
+        raise fail(at, "want a JSON array of objects, or one object on each line")
+    at = _skip_space(text, at + 1)
+    first = True
+    while text[at : at + 1] != "]":
+        if not first:
+            if text[at : at + 1] != ",":
+                raise fail(at, "want a comma or the end of the array" if at < len(text) else "the array is cut short")
+            comma, at = at, _skip_space(text, at + 1)
+            if text[at : at + 1] == "]":
+                raise fail(comma, "trailing comma before the end of the array")
+        line, counted = line + text.count("\n", counted, at), at
+        first = False
+        try:
+            value, at = _DECODER.raw_decode(text, at)
+            yield Record(_object(value), f"{path}:{line}")
+        except json.JSONDecodeError as error:
+            problem = "trailing comma" if text[: error.pos].rstrip().endswith(",") else f"not JSON: {error.msg}"
+            raise fail(error.pos, problem) from error
+        except RecursionError as error:
+            raise fail(at, "nested too deeply") from error
+        except RowError as error:
+            if error.reason != "not an object":  # the place where the element ends is unknown
+                raise DataError(f"{path}:{line}: {error}") from error
+            yield error.at(f"{path}:{line}")
+        at = _skip_space(text, at)
+    if text[at + 1 :].strip():
+        raise fail(_skip_space(text, at + 1), "text after the end of the array")
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n":
+        at += 1
+    return at
+
+
+# Tables
+
+
+def _read_csv(path: Path) -> Iterator[Record | Skipped]:
+    """Rows by the header's names; every value is text, exactly as written."""
+    csv.field_size_limit(_LONGEST_FIELD)
+    with _open(path) as file:
+        lines = (_csv_line(path, number, line) for number, line in enumerate(file, start=1))
+        header_line = next(lines, "")
+        delimiter = max(",\t;", key=header_line.count)
+        rows = csv.reader(_prepend(header_line, lines), delimiter=delimiter, strict=True)
+        begin = 1
+        try:
+            header = next(rows)
+            if len(set(header)) != len(header):
+                raise DataError(f"{path}:1: a column name comes twice: {', '.join(header)}")
+            begin = rows.line_num + 1
+            for row in rows:
+                source, begin = f"{path}:{begin}", rows.line_num + 1
+                if len(row) == len(header):
+                    yield Record(dict(zip(header, row, strict=True)), source)
+                elif row:
+                    detail = f"{len(row)} values for {len(header)} columns"
+                    yield Skipped(source, "wrong number of values", detail)
+        except csv.Error as error:
+            raise DataError(f"{path}:{begin}: broken CSV: {error}") from error
+
+
+def _csv_line(path: Path, number: int, line: bytes) -> str:
+    try:
+        return (line.removeprefix(_BOM) if number == 1 else line).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{number}: not UTF-8 at byte {error.start + 1} of the line") from error
+
+
+def _prepend(first: str, rest: Iterator[str]) -> Iterator[str]:
+    yield first
+    yield from rest
+
+
+def _read_parquet(path: Path) -> Iterator[Record | Skipped]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        hint = "install it with: pip install 'quatrain[parquet]'"
+        raise DataError(f"{path}: reading Parquet needs pyarrow, which is not installed", hint=hint) from error
+    with _open(path) as file:
+        source: Any = io.BytesIO(file.read()) if _is_gzip(path) else file  # Parquet is read from its end
+        number = 0
+        try:
+            for batch in parquet.ParquetFile(source).iter_batches(batch_size=128):
+                for values in batch.to_pylist():
+                    number += 1
+                    yield Record({name: _without_fill(value) for name, value in values.items()}, f"{path}:{number}")
+        except (arrow.ArrowException, OSError) as error:
+            raise DataError(f"{path}: broken Parquet file after row {number}: {error}") from error
+
+
+def _without_fill(value: Any) -> Any:
+    """A nested value without the null fields of its structs: Parquet gives every row all fields that any row has, so a
+    null there says "absent". Nulls inside lists are data and stay."""
+    if isinstance(value, dict):
+        return {name: _without_fill(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_fill(inner) for inner in value]
+    return value
+
+
+_READERS = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "parquet": _read_parquet}

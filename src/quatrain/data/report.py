@@ -1,0 +1,148 @@
+"""What became of the data: the totals, statistics and samples that a run shows before its first step."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from quatrain.data.encode import NOTHING_LEFT, TOO_LONG
+from quatrain.data.outcome import Skipped
+from quatrain.data.row import IGNORE, Row
+from quatrain.data.tokenizer import Tokenizer
+from quatrain.errors import DataError
+
+_PLACES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of token counts over rows."""
+
+    min: int
+    median: float
+    mean: float
+    p95: int
+    max: int
+    total: int
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> Stats | None:
+        """None for no rows. `p95` is the smallest count that at least 95 percent of the rows do not exceed."""
+        if not counts:
+            return None
+        ranked, total = sorted(counts), sum(counts)
+        p95 = ranked[-(-95 * len(ranked) // 100) - 1]
+        return cls(ranked[0], statistics.median(ranked), total / len(ranked), p95, ranked[-1], total)
+
+
+@dataclass(frozen=True)
+class SampleSegment:
+    """A stretch of a row, decoded. `supervised` text is what the model learns to write."""
+
+    text: str
+    supervised: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A row to look at: its decoded segments in order."""
+
+    source: str
+    segments: list[SampleSegment]
+
+
+@dataclass
+class DataReport:
+    """Totals of one set of files. `read` = `used` + the sum of `skipped`."""
+
+    files: list[str]
+    template: str = ""
+    read: int = 0
+    used: int = 0
+    truncated: int = 0
+    train_rows: int = 0
+    validation_rows: int = 0
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_at: dict[str, list[str]] = field(default_factory=dict)  # the first places of each reason, with details
+    bad: dict[str, int] = field(default_factory=dict)  # the part of `skipped` that is wrong, not just left out
+    schemas: dict[str, int] = field(default_factory=dict)
+    lengths: Stats | None = None
+    supervised: Stats | None = None
+    notes: list[str] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    def add_skipped(self, skipped: Skipped) -> None:
+        """Count a record that became no row."""
+        self.read += 1
+        _count(self.skipped, skipped.reason)
+        if skipped.bad:
+            _count(self.bad, skipped.reason)
+        places = self.skipped_at.setdefault(skipped.reason, [])
+        if len(places) < _PLACES_SHOWN:
+            places.append(f"{skipped.source}: {skipped.detail}")
+
+    def add_row(self, schema: str) -> None:
+        """Count a record that became a row."""
+        self.read += 1
+        self.used += 1
+        _count(self.schemas, schema)
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain JSON values, for machines."""
+        return dict(json.loads(json.dumps(asdict(self), ensure_ascii=False)))
+
+    def problem(self, on_bad_row: str, max_unsupervised: float) -> DataError | None:
+        """Why these rows cannot be trained on, or None."""
+        if self.bad and on_bad_row == "stop":
+            return DataError(self._bad_rows(), hint="mend the rows, or set on_bad_row to skip to go on without them")
+        lost = self.skipped.get(TOO_LONG, 0) + self.skipped.get(NOTHING_LEFT, 0)
+        if self.read and lost / self.read > max_unsupervised:
+            return DataError(
+                f"{lost / self.read:.0%} of the rows have no supervised token left: {lost} of {self.read} do not fit",
+                hint="raise max_seq_len, or raise max_unsupervised to go on without them",
+            )
+        if not self.used:
+            return DataError(f"no row is left to train on: read {self.read}; skipped: {_counts(self.skipped)}")
+        return None
+
+    def _bad_rows(self) -> str:
+        places = [place for reason in self.bad for place in self.skipped_at[reason]]
+        number = sum(self.bad.values())
+        head = f"{number} of {self.read} rows cannot be used: {_counts(self.bad)}"
+        return "\n  ".join([head, *places, *([f"... {number - len(places)} more"] if number > len(places) else [])])
+
+
+def _count(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1
+
+
+def _counts(reasons: dict[str, int]) -> str:
+    most_first = sorted(reasons.items(), key=lambda item: -item[1])
+    return "; ".join(f"{count} x {reason}" for reason, count in most_first) or "none"
+
+
+def sample_of(row: Row, tokenizer: Tokenizer) -> Sample:
+    """`row` decoded in segments of supervised and unsupervised tokens. The segments' texts join to the whole text."""
+    segments: list[SampleSegment] = []
+    begin = 0
+    for end in range(1, len(row) + 1):
+        supervised = row.labels[begin] != IGNORE
+        if end == len(row) or (row.labels[end] != IGNORE) != supervised:
+            # Decoded with what came before, since a token's text can depend on its neighbour.
+            before = tokenizer.decode(row.input_ids[:begin])
+            text = tokenizer.decode(row.input_ids[:end])
+            segments.append(SampleSegment(text[len(before) :], supervised))
+            begin = end
+    return Sample(row.source, segments)
+
+
+def dump_line(outcome: Row | Skipped) -> str:
+    """One row, or the reason why there is none, as a line of JSON."""
+    if isinstance(outcome, Row):
+        content: dict[str, Any] = {"source": outcome.source, "input_ids": outcome.input_ids, "labels": outcome.labels}
+    else:
+        content = {"source": outcome.source, "skipped": outcome.reason, "detail": outcome.detail}
+    return json.dumps(content, ensure_ascii=False) + "\n"
