@@ -14,6 +14,7 @@ Both directions work in chunks: scratch stays below 2 MB and in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -46,7 +47,10 @@ CODE = torch.tensor(
 _ZERO_CODE = 7
 _MIDPOINTS = ((CODE[:-1] + CODE[1:]) / 2).tolist()
 _TINY = 1e-38
-_CHUNK = 131072
+_CHUNK = 131072  # values dequantised at a time: 1 MB of scratch
+_QUANT_CHUNK = (
+    32768  # values quantised at a time: too few for torch to split over threads, which 30 passes would pay for
+)
 _BINS = 65536
 
 
@@ -88,17 +92,43 @@ def dequantize(out: torch.Tensor, w: Nf4Tensor) -> None:
     """
     if tuple(out.shape) != w.shape or not out.is_contiguous():
         raise KernelError(f"nf4.dequantize: out: want contiguous {w.shape}, got {tuple(out.shape)} {out.stride()}")
-    flat, n = out.view(-1), w.numel
-    absmax = block_absmax(w)
-    size = min(_CHUNK, n + n % 2)
-    index = torch.empty(size // 2, dtype=torch.int32)
-    pairs = torch.empty(size // 2, dtype=torch.float64)  # each element is two fp32 values
+    flat = out.view(-1)
+    for start, stop, codes, absmax in _chunks(w):
+        _scale(flat[start:stop], codes, absmax)
+
+
+def relative_error(w: Nf4Tensor, weight: torch.Tensor) -> float:
+    """||dequantised w - weight|| / ||weight||, 0 where both are zero and infinite where only `weight` is."""
+    flat = weight.reshape(-1)
+    scratch = torch.empty(min(_CHUNK, w.numel), dtype=torch.float32)
+    error = norm = 0.0
+    for start, stop, codes, absmax in _chunks(w):
+        values, source = scratch[: stop - start], flat[start:stop].float()
+        _scale(values, codes, absmax)
+        norm += _sum_of_squares(source)
+        error += _sum_of_squares(values.sub_(source))
+    return (error / norm) ** 0.5 if norm else (0.0 if error < _TINY else float("inf"))
+
+
+def _sum_of_squares(x: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
+
+
+def _chunks(w: Nf4Tensor) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+    """(start, stop, code values fp32 [stop - start or one more], absmax from start's block on), over all of `w`.
+
+    The code values are scratch: the next chunk overwrites them.
+    """
+    absmax, n = block_absmax(w), w.numel
+    size = (min(_CHUNK, n) + 1) // 2
+    index = torch.empty(size, dtype=torch.int32)
+    pairs = torch.empty(size, dtype=torch.float64)  # each element is two fp32 values
     for start in range(0, n, _CHUNK):
         stop = min(start + _CHUNK, n)
         count = (stop - start + 1) // 2
         index[:count].copy_(w.codes[start // 2 : start // 2 + count])
         torch.index_select(_code_pairs(), 0, index[:count], out=pairs[:count])
-        _scale(flat[start:stop], pairs.view(torch.float32), absmax[start // BLOCK :])
+        yield start, stop, pairs[:count].view(torch.float32), absmax[start // BLOCK :]
 
 
 def block_absmax(w: Nf4Tensor) -> torch.Tensor:
@@ -148,7 +178,7 @@ def _block_absmax(values: torch.Tensor) -> torch.Tensor:
     """fp32 [ceil(n / 64)]: the largest magnitude of each block."""
     full = values.numel() // BLOCK
     absmax = torch.empty(-(-values.numel() // BLOCK), dtype=torch.float32)
-    step = _CHUNK // BLOCK
+    step = _QUANT_CHUNK // BLOCK
     for start in range(0, full, step):
         stop = min(start + step, full)
         absmax[start:stop] = values[start * BLOCK : stop * BLOCK].view(-1, BLOCK).abs().amax(dim=1)
@@ -163,8 +193,8 @@ def _codes(values: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     full = n // BLOCK * BLOCK
     packed = torch.empty((n + 1) // 2, dtype=torch.uint8)
     reciprocal = 1.0 / absmax.clamp(min=_TINY)
-    for start in range(0, full, _CHUNK):
-        stop = min(start + _CHUNK, full)
+    for start in range(0, full, _QUANT_CHUNK):
+        stop = min(start + _QUANT_CHUNK, full)
         blocks = values[start:stop].float().view(-1, BLOCK)
         scaled = (blocks * reciprocal[start // BLOCK : stop // BLOCK, None]).clamp_(-1, 1)
         packed[start // 2 : stop // 2] = _pack(_nearest(scaled.view(-1)))

@@ -1,0 +1,162 @@
+"""A model's tensors -> ModelParams, one at a time: peak memory is the loaded model and one tensor.
+
+The linears of the blocks become NF4 (or keep the codes of a 4-bit checkpoint, or stay plain); embedding, head and
+biases take the compute dtype, norm weights fp32. Every tensor is accounted for by name, shape and type before
+any is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from quatrain.checkpoint import names
+from quatrain.checkpoint.source import ModelSource, TensorInfo
+from quatrain.errors import KernelError, ModelError
+from quatrain.model.params import BlockParams, ModelParams
+from quatrain.model.spec import LINEARS
+from quatrain.ops.linear_lora import Linear
+from quatrain.ops.nf4 import Nf4Tensor
+from quatrain.ops.nf4.reference import dequantize, quantize, relative_error
+
+if TYPE_CHECKING:
+    from quatrain.model.spec import ModelSpec
+
+READABLE = ("F32", "F16", "BF16", "NF4")
+# NF4 at block 64 is off by about 0.09 for real weights. It cannot be off by more than 0.34 for any: in a block whose
+# other 63 values sit half-way between two codes next to zero, the error is sqrt(63 * 0.0455^2 / (1 + 63 * 0.0455^2)).
+LARGEST_ERROR = 0.35
+_MOST_SHOWN = 8
+
+
+def load_params(
+    source: ModelSource, *, quantize: Literal["nf4", "none"], double_quant: bool, compute_dtype: torch.dtype
+) -> ModelParams:
+    """All frozen weights of `source`. `quantize="none"` keeps the linears in the compute dtype (4-bit ones expand).
+
+    Raises ModelError if a tensor is missing, unexpected, of another shape or an unsupported type (all of them in one
+    message, before any weight is read), holds NaN or infinity, or does not survive quantisation.
+    """
+    check_inventory(source)
+    keep_plain = None if quantize == "nf4" else compute_dtype
+    loaded: dict[str, torch.Tensor | Nf4Tensor] = {}
+    for name, tensor in source.tensors():
+        if names.ignorable(name):
+            continue
+        if names.is_linear_weight(name):
+            loaded[name] = _linear_weight(name, tensor, double_quant, keep_plain)
+        else:
+            loaded[name] = _plain(name, tensor, norm_dtype(compute_dtype) if _is_norm(name) else compute_dtype)
+        del tensor  # before the next one is read
+    _tie_head(source.spec, loaded, source.name)
+    return _assemble(source.spec, loaded)
+
+
+def norm_dtype(compute_dtype: torch.dtype) -> torch.dtype:
+    """Norm weights are fp32, and fp64 when everything is."""
+    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+
+
+def check_inventory(source: ModelSource) -> None:
+    """Compares the tensors in the files with those of the spec. Raises one ModelError that lists every difference."""
+    found = {name: info for name, info in source.inventory().items() if not names.ignorable(name)}
+    wanted = names.expected_shapes(source.spec)
+    optional = {names.HEAD} if source.spec.tie_word_embeddings else set()
+    problems = [f"{name} is missing" for name in wanted if name not in found and name not in optional]
+    for name, info in found.items():
+        problems += _problems_of(name, info, wanted.get(name))
+    if problems:
+        more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
+        raise ModelError(
+            f"{source.name}: the tensors do not fit its configuration: {'; '.join(problems[:_MOST_SHOWN])}{more}",
+            hint="the weights and the configuration must come from the same model",
+        )
+
+
+def _problems_of(name: str, info: TensorInfo, wanted: tuple[int, ...] | None) -> list[str]:
+    if wanted is None:
+        return [f"{name} {list(info.shape)} is unexpected"]
+    problems = []
+    if info.shape != wanted:
+        problems.append(f"{name}: want shape {list(wanted)}, got {list(info.shape)}")
+    if info.dtype not in READABLE:
+        problems.append(f"{name}: type {info.dtype} is not supported; supported: {', '.join(READABLE)}")
+    if info.dtype == "NF4" and not names.is_linear_weight(name):
+        problems.append(f"{name}: only the linears of a block can be NF4")
+    return problems
+
+
+def _linear_weight(
+    name: str, weight: torch.Tensor | Nf4Tensor, double_quant: bool, keep_plain: torch.dtype | None
+) -> torch.Tensor | Nf4Tensor:
+    if isinstance(weight, Nf4Tensor):
+        if keep_plain is None:
+            return weight  # quantising a second time would only add error
+        values = torch.empty(weight.shape, dtype=keep_plain)
+        dequantize(values, weight)
+        return values
+    if keep_plain is not None:
+        return _plain(name, weight, keep_plain)
+    try:
+        quantized = quantize(weight, double_quant=double_quant)
+    except KernelError as error:
+        raise ModelError(f"{name}: {error}") from error
+    error_size = relative_error(quantized, weight)
+    if error_size > LARGEST_ERROR:
+        raise ModelError(
+            f"{name}: quantisation went wrong: relative error {error_size:.3f}, want at most {LARGEST_ERROR}",
+            hint="this should not happen; please report it with the model's name",
+        )
+    return quantized
+
+
+def _plain(name: str, tensor: torch.Tensor | Nf4Tensor, dtype: torch.dtype) -> torch.Tensor:
+    assert isinstance(tensor, torch.Tensor)
+    tensor = tensor.to(dtype).contiguous()
+    if not bool(torch.isfinite(tensor).all()):
+        raise ModelError(f"{name}: holds NaN or infinity", hint="the model is damaged or was saved after it diverged")
+    return tensor
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
+
+
+def _tie_head(spec: ModelSpec, loaded: dict[str, torch.Tensor | Nf4Tensor], where: str) -> None:
+    """One tensor for embedding and head when they are tied; a file may hold the head too, if it is the same."""
+    if not spec.tie_word_embeddings:
+        return
+    embed, head = loaded[names.EMBED], loaded.get(names.HEAD)
+    assert isinstance(embed, torch.Tensor)
+    if isinstance(head, torch.Tensor) and not torch.equal(head, embed):
+        difference = float((head.float() - embed.float()).abs().max())
+        raise ModelError(
+            f"{where}: tie_word_embeddings is true, but {names.HEAD} and {names.EMBED} differ by {difference:.3g}",
+            hint="set tie_word_embeddings to false in config.json if the head is meant to be its own",
+        )
+    loaded[names.HEAD] = embed
+
+
+def _assemble(spec: ModelSpec, loaded: dict[str, torch.Tensor | Nf4Tensor]) -> ModelParams:
+    def plain(name: str) -> torch.Tensor:
+        tensor = loaded[name]
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def linear(place: str, name: str) -> Linear:
+        return Linear(loaded[f"{place}.weight"], plain(f"{place}.bias") if name in spec.biased else None)
+
+    blocks = []
+    for layer in range(spec.num_layers):
+        prefix = names.block_prefix(layer)
+        blocks.append(
+            BlockParams(
+                linears={name: linear(prefix + names.linear_name(name), name) for name in LINEARS},
+                input_norm=plain(prefix + "input_layernorm.weight"),
+                post_norm=plain(prefix + "post_attention_layernorm.weight"),
+                q_norm=plain(prefix + "self_attn.q_norm.weight") if spec.qk_norm else None,
+                k_norm=plain(prefix + "self_attn.k_norm.weight") if spec.qk_norm else None,
+            )
+        )
+    return ModelParams(spec, plain(names.EMBED), blocks, plain(names.FINAL_NORM), plain(names.HEAD))
