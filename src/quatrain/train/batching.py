@@ -1,7 +1,7 @@
 """Which rows form which optimizer step: one function that both counts the steps of a run and deals them out.
 
-Words: a *row* is one example; a *micro-batch* is the rows that go through the model at once, as one packed stream; an
-*optimizer step* is one or more micro-batches and ends in one update, normalised by the supervised tokens of all of them.
+Words: a *row* is one example; a *micro-batch* is the rows that go through the model at once, as one packed stream;
+an *optimizer step* is one or more micro-batches and one update, normalised by the supervised tokens of all of them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class Batching:
             micro_batches = [shuffled[start : start + size] for start in range(0, len(shuffled), size)]
             groups = [micro_batches[at : at + accumulation] for at in range(0, len(micro_batches), accumulation)]
         else:
-            packs = pack(shuffled, self.options.batch_tokens)
-            # A packer may put full packs first; their order within the epoch must not depend on that.
-            groups = [[packs[index]] for index in epoch_order(len(packs), self.seed, epoch)]
+            groups = [[packed] for packed in pack(shuffled, self.options.batch_tokens)]
         return [[part for micro_batch in group for part in self._cut(micro_batch)] for group in groups]
 
     def _cut(self, micro_batch: MicroBatch) -> list[MicroBatch]:

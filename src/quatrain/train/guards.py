@@ -60,7 +60,7 @@ class Guards:
             return None
         return QuatrainError(
             f"{text}, for {TOO_GOOD_STEPS} steps in a row; a checkpoint was written",
-            hint="look at `quatrain check`: which tokens are supervised? Or the model knows these rows by heart already",
+            hint="look at `quatrain check`: which tokens are supervised? Or are these rows known by heart already?",
         )
 
 

@@ -34,18 +34,25 @@ Ending = Literal["finished", "stopped early", "interrupted"]
 class StepResult(Protocol):
     """What the loop reads of a step's result."""
 
-    loss: float
-    num_response_tokens: int
-    grad_norm: float
-    tokens: int
-    skipped: bool
+    @property
+    def loss(self) -> float: ...
+    @property
+    def num_response_tokens(self) -> int: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def skipped(self) -> bool: ...
 
 
 class BatchResult(Protocol):
     """What the loop reads of an evaluation."""
 
-    avg_loss: float
-    perplexity: float
+    @property
+    def avg_loss(self) -> float: ...
+    @property
+    def perplexity(self) -> float: ...
 
 
 class Pipeline(Protocol):

@@ -60,7 +60,7 @@ def remove_run(folder: Path) -> None:
 
 
 def check_disk(folder: Path, trainable_parameters: int, keep: int) -> None:
-    """Raise PlanError when the checkpoints to be kept at once (masters and both moments, fp32) exceed the free space."""
+    """Raise PlanError when the checkpoints to be kept at once (masters and moments, fp32) exceed the free space."""
     per_checkpoint = 12 * trainable_parameters
     need = per_checkpoint * (keep + 2) + 8 * trainable_parameters
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -1,7 +1,7 @@
 """One training run from options to adapter: check everything that can be checked, then read weights, then train.
 
-`prepare_run` reads no weight: options, run folder, model configuration, tokenizer, data, steps, memory. `train` does the
-rest. Both raise QuatrainError kinds and report through a `Reporter`; neither prints.
+`prepare_run` reads no weight: options, run folder, model configuration, tokenizer, data, steps, memory. `train` does
+the rest. Both raise QuatrainError kinds and report through a `Reporter`; neither prints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quatrain.checkpoint.atomic import recover, write_file
 from quatrain.checkpoint.resume import Checkpoint, check_same_parameters, newest_complete
 from quatrain.config import InstructConfig
-from quatrain.errors import CheckpointError, ConfigError, DataError, ModelError, QuatrainError
+from quatrain.errors import CheckpointError, ConfigError, ModelError, QuatrainError
 from quatrain.memory.process import peak_resident_bytes
 from quatrain.optim.schedule import Schedule, warmup_steps_of
 from quatrain.train.batching import Batching
@@ -28,10 +28,10 @@ from quatrain.train.reporter import Reporter
 from quatrain.train.settings import Settings, settings_for_resume
 
 if TYPE_CHECKING:
-    from quatrain.checkpoint.open import ModelSource
+    from quatrain.checkpoint.source import ModelSource
     from quatrain.data.pipeline import Prepared
     from quatrain.data.row import Row
-    from quatrain.data.tokenizer import Tokenizer
+    from quatrain.engine.layout import Layout
     from quatrain.memory.plan import MemoryPlan
     from quatrain.train.pipeline import InstructPipeline
 
@@ -42,12 +42,15 @@ class Preparation:
 
     settings: Settings
     source: ModelSource
-    tokenizer: Tokenizer
     prepared: Prepared
     batching: Batching
     config: InstructConfig  # the engine's, with the capacity that the data needs
-    plan: MemoryPlan
+    layout: Layout
     schedule: Schedule
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self.layout.plan
 
     @property
     def total_steps(self) -> int:
@@ -88,7 +91,6 @@ def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
     """
     from quatrain.checkpoint.open import open_source
     from quatrain.data.pipeline import prepare
-    from quatrain.train.pipeline import plan_source
 
     source = open_source(settings.run.model)
     tokenizer = source.tokenizer()
@@ -99,9 +101,14 @@ def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
         )
     reporter.phase("reading data")
     engine = settings.engine
-    prepared = prepare(settings.run.data, settings.data, tokenizer, max_seq_len=engine.max_seq_len, seed=engine.seed)
-    if not prepared.train:
-        raise DataError("no row is left to train on", hint="`quatrain check` shows why each row was skipped")
+    prepared = prepare(
+        settings.run.data,
+        settings.data,
+        tokenizer,
+        max_seq_len=engine.max_seq_len,
+        seed=engine.seed,
+        vocab_rows=source.spec.vocab_size,
+    )
     batching = Batching(prepared.train, settings.train, engine.seed, engine.micro_batch_tokens)
     config = _engine_config(settings, batching, prepared.validation)
     _check_schedule(settings, batching, prepared, reporter)
@@ -109,13 +116,20 @@ def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
     warmup = warmup_steps_of(length.total_steps, steps=settings.train.warmup_steps, ratio=settings.train.warmup_ratio)
     train = settings.train
     schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
-    plan = plan_source(source, config)
-    return Preparation(settings, source, tokenizer, prepared, batching, config, plan, schedule)
+    layout = layout_of(source, config)
+    return Preparation(settings, source, prepared, batching, config, layout, schedule)
+
+
+def layout_of(source: ModelSource, config: InstructConfig) -> Layout:
+    """The engine's layout and memory plan for a model that is not read yet. Raises PlanError when it cannot fit."""
+    from quatrain.engine.setup import choose_layout
+
+    return choose_layout(source.spec, config, source.stored_nf4_nested)
 
 
 def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = None) -> Outcome:
-    """Run `quatrain train` with options by name, as text or typed. Returns when finished, stopped early or interrupted; a
-    checkpoint exists in every case. With `resume` the options are the checkpoint's; see `settings_for_resume`.
+    """Run `quatrain train` with options by name, as text or typed. Returns when finished, stopped early or interrupted;
+    a checkpoint exists in every case. With `resume` the options are the checkpoint's; see `settings_for_resume`.
     """
     settings = Settings.resolve(given)
     settings.require(*(("out",) if settings.run.resume else ("model", "data", "out")))
@@ -276,7 +290,8 @@ def _load_pipeline(preparation: Preparation, checkpoint: Checkpoint | None, repo
     from quatrain.train.pipeline import InstructPipeline
 
     reporter.phase("loading the model")
-    pipeline = InstructPipeline.from_source(preparation.source, preparation.config)
+    pipeline = InstructPipeline(preparation.source, preparation.config, preparation.layout)
+    pipeline.tokenizer = preparation.prepared.tokenizer  # with the chat template that was really used
     if checkpoint is not None:
         tensors = checkpoint.tensors()
         check_same_parameters(tensors, pipeline.state(), checkpoint.path)

@@ -35,7 +35,7 @@ class Settings:
         return cls(built[RunOptions], built[TrainOptions], built[InstructConfig], built[DataOptions], dict(given))
 
     def require(self, *names: str) -> Settings:
-        """These settings, after making sure that none of the run options `names` is empty (ConfigError names them all)."""
+        """These settings, after a check that none of the run options `names` is empty (else ConfigError)."""
         missing = [name for name in names if not getattr(self.run, name)]
         if missing:
             flags = " and ".join("--" + name for name in missing)
@@ -63,9 +63,9 @@ class Settings:
 def settings_for_resume(given: dict[str, Any], saved: dict[str, Any]) -> tuple[Settings, list[str]]:
     """The options of a resumed run, and one line for each that the user should know about.
 
-    `saved` is a checkpoint's record: `given` as at its start, and `options` resolved then. The checkpoint wins; an option
-    given now that differs is refused by name, unless `override` is given, in which case it applies from the first
-    resumed step on. Options in `FREE_ON_RESUME` may always differ.
+    `saved` is a checkpoint's record: `given` as at its start, and `options` resolved then. The checkpoint wins: an
+    option given now that differs is refused by name, unless `override` is given: then it applies from the first resumed
+    step on. Options in `FREE_ON_RESUME` may always differ.
     """
     base = {name: value for name, value in saved["given"].items() if name not in ("resume", "overwrite", "override")}
     for first, second in EXCLUSIVE:

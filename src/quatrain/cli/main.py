@@ -1,0 +1,70 @@
+"""The command line. Commands are thin: they read options, call the library, print; errors end here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from quatrain.cli import chat, check, doctor, errors, evaluate, plan, train
+
+app = typer.Typer(
+    name="quatrain",
+    help="Fine-tune instruction models with QLoRA, on a CPU or a GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+COMMANDS = (train, check, plan, evaluate, chat, doctor)
+for module in COMMANDS:
+    app.command(name=module.NAME, help=module.HELP)(module.command)
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (any command).")] = False,
+) -> None:
+    """Options that come before the command."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 bad usage or configuration, 3 bad data, 4 not
+    enough memory or disk, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    if words == ["--version"]:
+        print(f"quatrain {_version()}")
+        return 0
+    try:
+        code = typer.main.get_command(app).main(words, prog_name="quatrain", standalone_mode=False)
+        sys.stdout.flush()
+        return int(code or 0)
+    except _CLICK_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            return 2
+        context = getattr(error, "ctx", None)
+        message = getattr(error, "format_message", error.__str__)()
+        return errors.usage(message, context.command_path if context else "quatrain")
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return errors.INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output is gone; Python must not fail again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:  # noqa: BLE001 - the outermost border: everything becomes one line and an exit code
+        return errors.report(error, debug=debug)
+
+
+# typer carries its own copy of click in some releases and imports click in others; this is the right one in both.
+_CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("quatrain")

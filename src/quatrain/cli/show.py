@@ -1,0 +1,143 @@
+"""How the facts of a run look in the terminal."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from quatrain.cli.console import block, columns, count, duration, megabytes, several
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from quatrain.config import InstructConfig
+    from quatrain.memory.plan import MemoryPlan
+    from quatrain.train.batching import Batching
+    from quatrain.train.run import Outcome, Preparation
+
+
+def preparation(console: Console, it: Preparation) -> None:
+    """Everything about a run that is known before its first step."""
+    from quatrain.cli.report import short_lines
+
+    model(console, it.source, it.config)
+    modules(console, it)
+    block(console, "data", short_lines(it.prepared))
+    steps(console, it)
+    plan(console, it.plan)
+    options(console, it.settings.non_default())
+
+
+def model(console: Console, source: Any, config: InstructConfig) -> None:
+    """The model, how it is held, where it runs and why there."""
+    from quatrain.engine.setup import resolve_compute_dtype
+
+    spec = source.spec
+    held = (
+        "as NF4" + (", nested statistics" if config.double_quant else "") if config.quantize == "nf4" else "unquantised"
+    )
+    dtype = str(resolve_compute_dtype(config)).removeprefix("torch.")
+    block(
+        console,
+        "model",
+        [
+            f"{source.name}: {spec.family}, {spec.num_layers} layers, hidden size {spec.hidden_size}, "
+            f"vocabulary {count(spec.vocab_size)}",
+            f"linears {held}, computing in {dtype} on {device_reason(config)}",
+            *source.notes,
+        ],
+    )
+
+
+def device_reason(config: InstructConfig) -> str:
+    """`CPU`, with the reason when `auto` chose it."""
+    import torch
+
+    if config.device == "cpu":
+        return "CPU"
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is built without CUDA"
+    elif not torch.cuda.is_available():
+        why = f"torch {torch.__version__} sees no CUDA device"
+    else:
+        why = "this version has no CUDA kernels"
+    return f"CPU because {why}"
+
+
+def modules(console: Console, it: Preparation) -> None:
+    """The matched modules and what is trainable in them."""
+    config, found = it.config, it.modules()
+    total = sum(parameters for _, parameters in found.values())
+    scale = f"alpha {config.lora_alpha:g}" + (", rsLoRA" if config.use_rslora else "")
+    rows = [
+        [name, f"{number} modules", f"{count(parameters)} parameters"] for name, (number, parameters) in found.items()
+    ]
+    rows.append(["all", f"{sum(n for n, _ in found.values())} modules", f"{count(total)} parameters"])
+    block(console, "adapters", [f"rank {config.lora_rank}, {scale}", *columns(rows)])
+    if config.lora_rank > min(min(it.source.spec.linear_shape(name)) for name in found):
+        block(
+            console,
+            "warning",
+            [f"rank {config.lora_rank} is larger than the smaller side of some linears: it adds nothing"],
+        )
+
+
+def steps(console: Console, it: Preparation) -> None:
+    """How long the run is, and its learning rate."""
+    schedule = it.schedule
+    warmup = f"{schedule.warmup_steps} of them warm-up" if schedule.warmup_steps else "no warm-up"
+    block(
+        console,
+        "steps",
+        [
+            f"{count(it.total_steps)} optimizer steps, {warmup}; {batch_line(it.batching)}",
+            f"learning rate {schedule.peak:g}, {schedule.kind}"
+            + (f", floor {schedule.floor:g} of it" if schedule.floor else ""),
+        ],
+    )
+
+
+def batch_line(batching: Batching) -> str:
+    """What an optimizer step holds."""
+    options, length = batching.options, batching.length
+    epochs = f"{several(options.num_epochs, 'epoch')}, " if options.max_steps is None else ""
+    if options.batch_tokens is not None:
+        return f"{epochs}up to {count(options.batch_tokens)} tokens a step, rows packed"
+    rows = (
+        f"{options.batch_size} rows"
+        if options.accumulation == 1
+        else f"{options.batch_size} × {options.accumulation} rows"
+    )
+    return f"{epochs}{rows} a step, largest micro-batch {count(length.largest_micro_batch)} tokens"
+
+
+def plan(console: Console, memory: MemoryPlan) -> None:
+    """The memory plan by group."""
+    rows = [[name, megabytes(size)] for name, size in memory.groups().items()]
+    rows.append(["planned peak", megabytes(memory.total_bytes)])
+    block(console, "memory", columns(rows))
+
+
+def options(console: Console, values: dict[str, Any]) -> None:
+    """The options that are not the defaults."""
+    hidden = {"model", "data", "out", "template_date"}
+    shown = [f"{name} = {value}" for name, value in values.items() if name not in hidden]
+    block(console, "options", [", ".join(shown) if shown else "all at their defaults"])
+
+
+def outcome(console: Console, it: Outcome) -> None:
+    """How a run ended, and what to do next."""
+    folder = shlex.quote(str(it.folder))
+    took = f"{it.ending} after step {it.steps} of {it.total_steps}, {duration(it.seconds)}"
+    lines = [f"{took}, peak memory {megabytes(it.peak_bytes)}"]
+    if it.skipped:
+        lines.append(f"{several(it.skipped, 'step')} skipped for gradients that were not finite")
+    if it.best_loss is not None:
+        lines.append(f"best evaluation: loss {it.best_loss:.4f} at step {it.best_step}")
+    block(console, "run", lines)
+    if it.ending == "interrupted":
+        block(console, "go on", [f"quatrain train --resume --out {folder}"])
+    elif it.adapter is not None:
+        which = f"step {it.best_step}, the best" if it.best_step is not None else f"step {it.steps}, the last"
+        block(console, "adapter", [f"{it.adapter} ({which})"])
+        block(console, "try it", [f"quatrain chat --model {folder}"])
