@@ -22,6 +22,7 @@ from quatrain.errors import DataError
 
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 _BOM, _UTF16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
+_SPACE = " \t\r\n"  # what JSON takes for white space; str.strip() takes more
 _SNIFF_BYTES = 1 << 16
 _LONGEST_FIELD = 2**31 - 1  # csv's own limit is 128 KiB
 
@@ -138,7 +139,7 @@ def _read_jsonl(path: Path) -> Iterator[Record | Skipped]:
             source = f"{path}:{number}"
             try:
                 text = _decode(line.removeprefix(_BOM) if number == 1 else line).rstrip("\r\n")
-                if text.strip():
+                if text.strip(_SPACE):
                     yield Record(_parse(text), source)
             except RowError as error:
                 yield error.at(source)
@@ -207,7 +208,7 @@ def _array_elements(path: Path, text: str) -> Iterator[Record | Skipped]:
 
 
 def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\r\n":
+    while at < len(text) and text[at] in _SPACE:
         at += 1
     return at
 

@@ -105,7 +105,8 @@ class DataReport:
                 hint="raise max_seq_len, or raise max_unsupervised to go on without them",
             )
         if not self.used:
-            return DataError(f"no row is left to train on: read {self.read}; skipped: {_counts(self.skipped)}")
+            files = ", ".join(self.files)
+            return DataError(f"{files}: no row is left: read {self.read}; skipped: {_counts(self.skipped)}")
         return None
 
     def _bad_rows(self) -> str:
