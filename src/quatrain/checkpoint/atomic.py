@@ -48,6 +48,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
         ) from error
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
+        recover(target)
         raise
     _remove(previous)
 

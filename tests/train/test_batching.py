@@ -1,0 +1,60 @@
+"""How rows become optimizer steps: one count for schedule, progress and checkpoints; no row lost."""
+
+from __future__ import annotations
+
+import pytest
+from train.standin import rows_of
+
+from quatrain.config import TrainOptions
+from quatrain.train.batching import Batching, Step
+
+
+def sources(steps: list[Step]) -> list[str]:
+    return sorted(row.source for step in steps for micro_batch in step for row in micro_batch)
+
+
+def test_steps_are_counted_on_usable_rows() -> None:
+    assert Batching(rows_of(90), TrainOptions(batch_size=9, epochs=1), 0).length.steps_of_epoch == (10,)
+
+
+def test_the_last_accumulation_group_may_be_partial() -> None:
+    batching = Batching(rows_of(100), TrainOptions(batch_size=3, accumulation=4, epochs=2), 0)
+    steps = batching.epoch(0)
+    assert sum(map(len, steps)) == 34 and len(steps) == 9
+    assert [len(part) for part in steps[-1]] == [3, 1]
+    assert batching.length.total_steps == 18 and batching.length.steps_of_epoch == (9, 9)
+
+
+def test_packing_by_token_budget() -> None:
+    rows = rows_of(10, tokens=100)
+    batching = Batching(rows, TrainOptions(batch_tokens=256, epochs=2), 0)
+    assert batching.length.total_steps == 10 and batching.length.steps_of_epoch == (5, 5)
+    assert batching.length.largest_micro_batch == 200
+    assert sources(batching.epoch(0)) == sources(batching.epoch(1)) == sorted(row.source for row in rows)
+
+
+def test_a_step_of_tokens_is_cut_to_micro_batches_without_rounding_the_step() -> None:
+    rows = rows_of(40, tokens=100)
+    whole = Batching(rows, TrainOptions(batch_tokens=1000, epochs=1), 0)
+    cut = Batching(rows, TrainOptions(batch_tokens=1000, epochs=1), 0, micro_batch_tokens=300)
+    assert cut.length.largest_micro_batch == 300 and cut.length.most_micro_batches == 4
+    assert [sources([step]) for step in cut.epoch(0)] == [sources([step]) for step in whole.epoch(0)]
+
+
+def test_max_steps_goes_on_into_as_many_epochs_as_it_takes() -> None:
+    length = Batching(rows_of(10), TrainOptions(batch_size=4, max_steps=7), 0).length
+    assert length.steps_of_epoch == (3, 3, 3) and length.total_steps == 7
+    assert [length.position(step) for step in (0, 2, 3, 7)] == [(0, 0), (0, 2), (1, 0), (2, 1)]
+    assert length.epochs_done(4) == pytest.approx(1 + 1 / 3)
+    assert [step for step in range(1, 8) if length.ends_epoch(step)] == [3, 6]
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
+    import random
+
+    rows, options = rows_of(50), TrainOptions(batch_size=5, epochs=2)
+    first = Batching(rows, options, 3).epoch(1)
+    random.random()
+    assert Batching(rows, options, 3).epoch(1) == first
+    assert Batching(rows, options, 4).epoch(1) != first
+    assert Batching(rows, options, 3).epoch(0) != first
