@@ -45,25 +45,36 @@ def test_a_failure_while_writing_leaves_the_old_one(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x"] and names(tmp_path / "x") == ["inner", "manifest.json"]
 
 
-@pytest.mark.parametrize("crash_at", ["first rename", "second rename"])
-def test_a_crash_between_the_renames_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crash_at: str) -> None:
-    target = tmp_path / "x"
+def test_a_crash_between_the_renames_is_undone(tmp_path: Path) -> None:
+    target, aside = tmp_path / "x", tmp_path / ".x.previous"
     write(target, "one")
-    renames = iter(["first rename", "second rename"])
-    rename = Path.rename
-
-    def crashing(self: Path, to: Path) -> Path:
-        if next(renames) == crash_at:
-            raise KeyboardInterrupt  # as abrupt as a crash: nothing is put back
-        return rename(self, to)
-
-    monkeypatch.setattr(Path, "rename", crashing)
-    with pytest.raises(KeyboardInterrupt):
-        write(target, "two")
-    monkeypatch.undo()
+    target.rename(aside)
     atomic.recover(target)
     verify_folder(target)
-    assert (target / "inner" / "a.txt").read_text() == "one"
+    assert names(tmp_path) == ["x"]
+
+
+def test_a_crash_before_the_old_folder_is_deleted_is_finished(tmp_path: Path) -> None:
+    write(tmp_path / "x", "new")
+    write(tmp_path / ".x.previous", "old")
+    atomic.recover(tmp_path / "x")
+    assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "new" and names(tmp_path) == ["x"]
+
+
+def test_ctrl_c_between_the_renames_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "x", "one")
+    rename = Path.rename
+
+    def interrupted(self: Path, to: Path) -> Path:
+        if self.name == ".x.partial":
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "x", "two")
+    verify_folder(tmp_path / "x")
+    assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "one" and names(tmp_path) == ["x"]
 
 
 def spoil_nothing_there(folder: Path) -> None:
