@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I16": 16, "U16": 16, "F16": 16}
 _BITS |= {"BF16": 16, "I32": 32, "U32": 32, "F32": 32, "F64": 64, "I64": 64, "U64": 64}
 _LONGEST_HEADER = 100_000_000  # the format's own limit
-_POINTER = b"version https://git-lfs"
-_INCOMPLETE = "this looks like an incomplete download; fetch the file again"
+POINTER = b"version https://git-lfs"
+INCOMPLETE = "this looks like an incomplete download; fetch the file again"
 
 
 class SafetensorsFile:
@@ -32,12 +32,12 @@ class SafetensorsFile:
         size = _size(path)
         with path.open("rb") as file:
             start = file.read(8)
-            if len(start) == 8 and _POINTER.startswith(start):
+            if len(start) == 8 and POINTER.startswith(start):
                 raise pointer_error(path, size)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
                 want = f"its header alone needs {length + 8} bytes" if len(start) == 8 else "at least 8 bytes"
-                raise ModelError(f"{path}: not a complete safetensors file: want {want}, got {size}", hint=_INCOMPLETE)
+                raise ModelError(f"{path}: not a complete safetensors file: want {want}, got {size}", hint=INCOMPLETE)
             header = _parse(path, file.read(length))
         self._data_start = 8 + length
         self._offsets: dict[str, int] = {}
@@ -57,7 +57,7 @@ class SafetensorsFile:
             file.seek(self._data_start + self._offsets[name])
             got = file.readinto(buffer)
         if got != info.num_bytes:
-            raise ModelError(f"{self.path}: {name}: want {info.num_bytes} bytes, got {got}", hint=_INCOMPLETE)
+            raise ModelError(f"{self.path}: {name}: want {info.num_bytes} bytes, got {got}", hint=INCOMPLETE)
         return torch.frombuffer(buffer, dtype=dtypes[info.dtype]).view(info.shape)
 
     def _index(self, header: dict[str, Any], available: int) -> None:
@@ -72,7 +72,7 @@ class SafetensorsFile:
             self.tensors[name], self._offsets[name] = info, begin
         if end != available:
             want, got = self._data_start + end, self._data_start + available
-            hint = _INCOMPLETE if want > got else None
+            hint = INCOMPLETE if want > got else None
             raise ModelError(f"{self.path}: want {want} bytes as its header says, got {got}", hint=hint)
         if not self.tensors:
             raise ModelError(f"{self.path}: holds no tensors")
