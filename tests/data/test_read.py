@@ -17,7 +17,7 @@ from quatrain.data.pipeline import prepare
 from quatrain.data.read import read_records
 from quatrain.errors import DataError
 
-TWO = [{"instruction": "a", "output": "b"}, {"instruction": "c", "output": "d, \"quoted\"\nand more"}]
+TWO = [{"instruction": "a", "output": "b"}, {"instruction": "c", "output": 'd, "quoted"\nand more'}]
 
 
 def records(path: Path, form: str = "auto") -> list[dict[str, Any]]:
@@ -52,7 +52,8 @@ def test_a5_names_that_lie(tmp_path: Path) -> None:
     lines = write_jsonl(tmp_path / "rows.json", *TWO)
     array = tmp_path / "rows.jsonl"
     array.write_text(
-        '[\n  {"instruction":"a",\n   "output":"b"},\n\n  {"instruction":"c",\n   "output":"d"\n  }\n]\n', encoding="utf-8"
+        '[\n  {"instruction":"a",\n   "output":"b"},\n\n  {"instruction":"c",\n   "output":"d"\n  }\n]\n',
+        encoding="utf-8",
     )
     assert records(lines) == TWO
     first, second = read_records(array)
@@ -203,7 +204,10 @@ def test_csv_lines_are_those_where_a_row_begins(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_bytes(b'\xef\xbb\xbfa;b\r\n"x\ny";1\r\n2\r\n\r\n3;4\r\n')
     two_lines, short, last = read_records(path)
-    assert isinstance(two_lines, Record) and (two_lines.source, two_lines.values) == (f"{path}:2", {"a": "x\ny", "b": "1"})
+    assert isinstance(two_lines, Record) and (two_lines.source, two_lines.values) == (
+        f"{path}:2",
+        {"a": "x\ny", "b": "1"},
+    )
     assert isinstance(short, Skipped) and (short.source, short.detail) == (f"{path}:4", "1 values for 2 columns")
     assert isinstance(last, Record) and last.source == f"{path}:6"
 

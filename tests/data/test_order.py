@@ -1,0 +1,111 @@
+"""Cases C7, D4, E4, N2, N4, Q5: split, order, packs and steps."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from data.toys import byte_level, write_jsonl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quatrain.config import DataOptions
+from quatrain.data.order import epoch_order, generator, split
+from quatrain.data.pack import groups, pack, steps_per_epoch, total_steps
+from quatrain.data.pipeline import examine, prepare
+from quatrain.data.row import Row
+from quatrain.errors import DataError
+
+
+def row(length: int) -> Row:
+    return Row.from_pair([1], [2] * (length - 1))
+
+
+def test_d4_packs_and_steps() -> None:
+    packs = pack([row(100)] * 10, 256)
+    assert [len(rows) for rows in packs] == [2] * 5
+    assert total_steps(len(packs), micro_batch=1, accumulation=1, epochs=2) == 10
+
+
+@given(st.lists(st.integers(2, 50)), st.integers(50, 120))
+def test_d4_no_row_is_lost_split_or_moved(lengths: list[int], capacity: int) -> None:
+    rows = [row(length) for length in lengths]
+    packs = pack(rows, capacity)
+    assert [r for rows_of_pack in packs for r in rows_of_pack] == rows
+    assert all(0 < sum(map(len, rows_of_pack)) <= capacity for rows_of_pack in packs)
+
+
+def test_a_row_longer_than_a_pack_is_named() -> None:
+    with pytest.raises(DataError, match="rows.jsonl:7: 11 tokens do not fit a pack of 10"):
+        pack([Row.from_pair([1], [2] * 10, "rows.jsonl:7")], 10)
+
+
+def test_e4_partial_groups_count() -> None:
+    micro_batches = groups(list(range(100)), 3)
+    assert len(micro_batches) == 34 and micro_batches[-1] == [99]
+    assert steps_per_epoch(34, accumulation=4) == 9
+    assert total_steps(100, micro_batch=3, accumulation=4, epochs=2) == 18
+
+
+def test_c7_steps_are_counted_from_used_rows(tmp_path: Path) -> None:
+    rows = [{"instruction": "i", "output": "" if i % 10 == 0 else "o"} for i in range(100)]
+    report = prepare([write_jsonl(tmp_path / "rows.jsonl", *rows)], DataOptions(), byte_level()).report
+    assert (report.read, report.used) == (100, 90)
+    assert total_steps(report.used, micro_batch=9, accumulation=1, epochs=1) == 10
+
+
+def test_n2_the_order_is_a_function_of_seed_and_epoch() -> None:
+    orders = [epoch_order(50, seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    random.seed(7)
+    np.random.seed(7)
+    before = (random.getstate()[1], np.random.get_state()[1].tolist())
+    assert epoch_order(50, 1, 0) == orders[0]
+    assert (random.getstate()[1], np.random.get_state()[1].tolist()) == before  # global generators are left alone
+    code = "from quatrain.data.order import epoch_order; print(epoch_order(50, 1, 0))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == f"{orders[0]}\n"
+
+
+def test_n2_the_streams_are_pinned() -> None:
+    # A change here breaks the promise that an older run can be resumed.
+    assert epoch_order(8, seed=42, epoch=0) == [3, 4, 1, 6, 2, 5, 7, 0]
+    assert generator(1, "split").integers(1 << 30) != generator(1, "order").integers(1 << 30)
+
+
+def test_the_split_is_a_partition_that_keeps_the_order() -> None:
+    train, held = split(range(100), 0.2, seed=3)
+    assert sorted(train + held) == list(range(100)) and len(held) == 20
+    assert train == sorted(train) and held == sorted(held)
+    assert split(range(100), 0.2, seed=3) == (train, held) != split(range(100), 0.2, seed=4)
+    assert split(range(3), 0.0, seed=3) == ([0, 1, 2], [])
+
+
+def test_q5_a_split_of_less_than_one_row(tmp_path: Path) -> None:
+    rows = [{"instruction": f"i{i}", "output": "o"} for i in range(20)]
+    path = write_jsonl(tmp_path / "rows.jsonl", *rows)
+    prepared = prepare([path], DataOptions(val_split=0.01), byte_level())
+    assert (len(prepared.train), len(prepared.validation)) == (19, 1)
+    assert prepared.report.notes == ["val_split 0.01 of 20 rows is less than one; 1 is held out"]
+    one = write_jsonl(tmp_path / "one.jsonl", rows[0])
+    with pytest.raises(DataError, match="leaves nothing to train on"):
+        prepare([one], DataOptions(val_split=0.5), byte_level())
+
+
+def test_q5_a_validation_file_of_no_use(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", {"instruction": "i", "output": "o"})
+    empty = write_jsonl(tmp_path / "empty.jsonl", {"instruction": "i", "output": ""})
+    with pytest.raises(DataError, match=r"empty\.jsonl: no row is left"):
+        prepare([path], DataOptions(validation=str(empty)), byte_level())
+    prepared = examine([path], DataOptions(validation=str(path)), byte_level())
+    assert prepared.validation_report is not None and prepared.validation_report.used == 1
+    assert (prepared.report.train_rows, prepared.report.validation_rows) == (1, 1)
+
+
+def test_duplicate_prompts_stay(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", *[{"instruction": "i", "output": "o"}] * 3)
+    assert len(prepare([path], DataOptions(), byte_level()).train) == 3
