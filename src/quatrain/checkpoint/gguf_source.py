@@ -78,7 +78,7 @@ class GgufSource(ModelSource):
 
 
 def hf_name(name: str) -> str:
-    """The Hugging Face name of a GGUF tensor; a name that has none stays as it is, and is then reported as unexpected."""
+    """The Hugging Face name of a GGUF tensor; one that has none stays, to be reported as unexpected."""
     match = _BLOCK.fullmatch(name)
     if match is None or match[2] not in _IN_BLOCK:
         return _GLOBAL.get(name, name)

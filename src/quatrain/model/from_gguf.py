@@ -25,9 +25,21 @@ LINEAR_NAMES = {
     "down_proj": "ffn_down",
 }
 # Keys (after the architecture's name) that change the maths in a way the supported families do not have.
-_FOREIGN = ("expert_count", "expert_used_count", "logit_scale", "embedding_scale", "residual_scale", "attention.scale")
-_FOREIGN += ("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv", "attention.max_alibi_bias")
-_FOREIGN += ("rope.dimension_sections", "use_parallel_residual", "attention.sliding_window_pattern")
+_FOREIGN = [
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.scale",
+    "attention.sliding_window_pattern",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "expert_count",
+    "expert_used_count",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+    "rope.dimension_sections",
+    "use_parallel_residual",
+]
 
 
 def spec_from_gguf(

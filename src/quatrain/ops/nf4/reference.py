@@ -9,7 +9,7 @@ What "bit for bit" pins down, beyond the formula in `__init__`:
 - `offset` is `absmax.mean()` as torch computes it. The 8-bit code of v = (absmax - offset) / absmax2 comes from a
   table of 65536 bins over [-1, 1], so it can be the second nearest code close to a midpoint.
 
-Both directions work in chunks: scratch stays below 2 MB and in the cache.
+Both directions work in chunks of values that stay in the cache.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ CODE = torch.tensor(
 _ZERO_CODE = 7
 _MIDPOINTS = ((CODE[:-1] + CODE[1:]) / 2).tolist()
 _TINY = 1e-38
-_CHUNK = 131072  # values dequantised at a time: 1 MB of scratch
-_QUANT_CHUNK = (
-    32768  # values quantised at a time: too few for torch to split over threads, which 30 passes would pay for
-)
+_CHUNK = 16384  # values at a time: in the cache, and too few for torch to split each small step over threads
 _BINS = 65536
 
 
@@ -178,7 +175,7 @@ def _block_absmax(values: torch.Tensor) -> torch.Tensor:
     """fp32 [ceil(n / 64)]: the largest magnitude of each block."""
     full = values.numel() // BLOCK
     absmax = torch.empty(-(-values.numel() // BLOCK), dtype=torch.float32)
-    step = _QUANT_CHUNK // BLOCK
+    step = _CHUNK // BLOCK
     for start in range(0, full, step):
         stop = min(start + step, full)
         absmax[start:stop] = values[start * BLOCK : stop * BLOCK].view(-1, BLOCK).abs().amax(dim=1)
@@ -193,8 +190,8 @@ def _codes(values: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
     full = n // BLOCK * BLOCK
     packed = torch.empty((n + 1) // 2, dtype=torch.uint8)
     reciprocal = 1.0 / absmax.clamp(min=_TINY)
-    for start in range(0, full, _QUANT_CHUNK):
-        stop = min(start + _QUANT_CHUNK, full)
+    for start in range(0, full, _CHUNK):
+        stop = min(start + _CHUNK, full)
         blocks = values[start:stop].float().view(-1, BLOCK)
         scaled = (blocks * reciprocal[start // BLOCK : stop // BLOCK, None]).clamp_(-1, 1)
         packed[start // 2 : stop // 2] = _pack(_nearest(scaled.view(-1)))
