@@ -42,7 +42,7 @@ RULES = """## Resuming a run
 - Incomplete checkpoints are passed over, with their reason.
 
 One `seed` decides everything that is random: the adapters' start, the split, the order of each epoch and dropout. Each
-of them has its own stream, a pure function of the seed and of its place in the run, so a checkpoint needs only the step.
+of them has its own stream, a pure function of the seed and of its place in the run: a checkpoint needs the step alone.
 
 Early stopping: an evaluation counts as a miss when it is not strictly lower than the best; NaN and infinity are misses.
 The adapter of the best evaluation is kept in `adapter/`, the last one where there was no evaluation.

@@ -40,15 +40,18 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"quatrain {_version()}")
         return 0
     try:
-        code = typer.main.get_command(app).main(words, prog_name="quatrain", standalone_mode=False)
+        code = int(typer.main.get_command(app).main(words, prog_name="quatrain", standalone_mode=False) or 0)
         sys.stdout.flush()
-        return int(code or 0)
+        if code == errors.INTERRUPTED:
+            print("interrupted", file=sys.stderr)
+        return code
     except _CLICK_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             return 2
-        context = getattr(error, "ctx", None)
         message = getattr(error, "format_message", error.__str__)()
-        return errors.usage(message, context.command_path if context else "quatrain")
+        command = next((word for word in words if not word.startswith("-")), "")
+        known = any(command == module.NAME for module in COMMANDS)
+        return errors.usage(message, f"quatrain {command}" if known else "quatrain")
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         return errors.INTERRUPTED

@@ -55,7 +55,8 @@ def with_options(*groups: Group) -> Callable[[Callable[..., None]], Callable[...
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            given = read_yaml(Path(values["config"])) if values.pop("config") else {}
+            config = values.pop("config")
+            given = read_yaml(Path(config)) if config else {}
             for name, (_, field) in flags.items():
                 value = values.pop(name)
                 if field.annotation is bool and values.pop(_OFF + name):

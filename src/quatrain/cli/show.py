@@ -26,6 +26,8 @@ def preparation(console: Console, it: Preparation) -> None:
     steps(console, it)
     plan(console, it.plan)
     options(console, it.settings.non_default())
+    for note in it.notes:
+        block(console, "note", [note], "yellow")
 
 
 def model(console: Console, source: Any, config: InstructConfig) -> None:
@@ -34,7 +36,9 @@ def model(console: Console, source: Any, config: InstructConfig) -> None:
 
     spec = source.spec
     held = (
-        "as NF4" + (", nested statistics" if config.double_quant else "") if config.quantize == "nf4" else "unquantised"
+        "as NF4" + (" with double quantisation" if config.double_quant else "")
+        if config.quantize == "nf4"
+        else "unquantised"
     )
     dtype = str(resolve_compute_dtype(config)).removeprefix("torch.")
     block(
@@ -120,7 +124,7 @@ def plan(console: Console, memory: MemoryPlan) -> None:
 
 def options(console: Console, values: dict[str, Any]) -> None:
     """The options that are not the defaults."""
-    hidden = {"model", "data", "out", "template_date"}
+    hidden = {"model", "data", "out", "template_date", "resume", "override", "overwrite"}
     shown = [f"{name} = {value}" for name, value in values.items() if name not in hidden]
     block(console, "options", [", ".join(shown) if shown else "all at their defaults"])
 

@@ -47,6 +47,7 @@ class Preparation:
     config: InstructConfig  # the engine's, with the capacity that the data needs
     layout: Layout
     schedule: Schedule
+    notes: list[str]  # what will not happen, or not as one might expect
 
     @property
     def plan(self) -> MemoryPlan:
@@ -111,13 +112,13 @@ def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
     )
     batching = Batching(prepared.train, settings.train, engine.seed, engine.micro_batch_tokens)
     config = _engine_config(settings, batching, prepared.validation)
-    _check_schedule(settings, batching, prepared, reporter)
+    notes = _check_schedule(settings, batching, prepared)
     length = batching.length
     warmup = warmup_steps_of(length.total_steps, steps=settings.train.warmup_steps, ratio=settings.train.warmup_ratio)
     train = settings.train
     schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
     layout = layout_of(source, config)
-    return Preparation(settings, source, prepared, batching, config, layout, schedule)
+    return Preparation(settings, source, prepared, batching, config, layout, schedule, notes)
 
 
 def layout_of(source: ModelSource, config: InstructConfig) -> Layout:
@@ -147,6 +148,9 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
         _check_identity(checkpoint, identity, settings, reporter)
     check_disk(folder, sum(count for _, count in preparation.modules().values()), settings.train.keep_checkpoints)
     reporter.prepared(preparation)
+    if _already_finished(preparation, progress, folder):
+        reporter.notice(f"this run is finished: all of its {preparation.total_steps} steps are done")
+        return _outcome("finished", folder, folder / ADAPTER, preparation, progress, 0.0)
 
     pipeline = _load_pipeline(preparation, checkpoint, reporter)
     with stop or StopRequest() as request:
@@ -199,9 +203,10 @@ def _engine_config(settings: Settings, batching: Batching, validation: list[Row]
     return settings.engine.model_copy(update={"micro_batch_tokens": capacity})
 
 
-def _check_schedule(settings: Settings, batching: Batching, prepared: Prepared, reporter: Reporter) -> None:
-    """Say what will not happen in this run; refuse early stopping that could never stop."""
+def _check_schedule(settings: Settings, batching: Batching, prepared: Prepared) -> list[str]:
+    """What will not happen in this run, or not as one might expect; refuses early stopping that could never stop."""
     options, total = settings.train, batching.length.total_steps
+    notes = []
     evaluations = 0
     if prepared.validation:
         every = options.eval_every
@@ -211,21 +216,22 @@ def _check_schedule(settings: Settings, batching: Batching, prepared: Prepared, 
             for step in due
         )
         if isinstance(every, int) and every > total:
-            reporter.notice(f"eval_every is {every} and the run has {total} steps: one evaluation, at the end")
+            notes.append(f"eval_every is {every} and the run has {total} steps: one evaluation, at the end")
     else:
-        reporter.notice("no evaluation will happen in this run: there are no validation rows (see --val-split)")
+        notes.append("no evaluation will happen in this run: there are no validation rows (see --val-split)")
     if options.patience is not None and evaluations <= options.patience:
         raise ConfigError(
             f"patience {options.patience} can never stop this run: it has {evaluations} evaluations in {total} steps",
             hint="give validation rows (--val-split 0.05) and a smaller --eval-every, or leave out --patience",
         )
     if isinstance(options.save_every, int) and options.save_every > total:
-        reporter.notice(f"save_every is {options.save_every} and the run has {total} steps: one checkpoint, at the end")
+        notes.append(f"save_every is {options.save_every} and the run has {total} steps: one checkpoint, at the end")
     if options.batch_tokens is not None and batching.length.most_micro_batches > 1:
-        reporter.notice(
+        notes.append(
             f"a step of up to {options.batch_tokens} tokens is computed in up to {batching.length.most_micro_batches} "
             f"micro-batches of at most {settings.engine.micro_batch_tokens} tokens; the result is the same"
         )
+    return notes
 
 
 def _settings_of_checkpoint(settings: Settings, folder: Path, reporter: Reporter) -> tuple[Settings, Checkpoint]:
@@ -297,6 +303,11 @@ def _load_pipeline(preparation: Preparation, checkpoint: Checkpoint | None, repo
         check_same_parameters(tensors, pipeline.state(), checkpoint.path)
         pipeline.load_state(tensors)
     return pipeline
+
+
+def _already_finished(preparation: Preparation, progress: Progress, folder: Path) -> bool:
+    evaluated = progress.evaluated_step == progress.step or not preparation.prepared.validation
+    return progress.step >= preparation.total_steps and evaluated and (folder / ADAPTER).is_dir()
 
 
 def _final_adapter(

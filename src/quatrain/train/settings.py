@@ -79,7 +79,7 @@ def settings_for_resume(given: dict[str, Any], saved: dict[str, Any]) -> tuple[S
         for name, value in settings.resolved().items()
         if name not in FREE_ON_RESUME and value != saved["options"].get(name)
     }
-    listed = [f"{name}: {before} in the checkpoint, {now} now" for name, (before, now) in changed.items()]
+    listed = [f"{name}: {_say(before)} in the checkpoint, {_say(now)} now" for name, (before, now) in changed.items()]
     if changed and not settings.run.override:
         raise ConfigError(
             "resume with other options than the checkpoint's: " + "; ".join(listed),
@@ -89,3 +89,7 @@ def settings_for_resume(given: dict[str, Any], saved: dict[str, Any]) -> tuple[S
     if not changed:
         notes.append("all options come from the checkpoint")
     return settings, notes
+
+
+def _say(value: Any) -> str:
+    return "not set" if value is None else str(value)

@@ -1,0 +1,148 @@
+"""The edge of the program: help without torch, one-line errors, exit codes, documents that are current."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quatrain.cli import docs, errors
+from quatrain.cli.main import COMMANDS, main
+from quatrain.errors import ConfigError, DataError, PlanError
+
+HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "jinja2"}
+NAMES = [module.NAME for module in COMMANDS]
+
+
+@pytest.mark.parametrize("words", [["--help"], *([name, "--help"] for name in NAMES)])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys\nfrom quatrain.cli.main import main\n"
+        f"code = main({words!r})\n"
+        f"loaded = {HEAVY!r} & set(sys.modules)\nassert not loaded, loaded\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Usage: quatrain" in done.stdout
+
+
+def test_the_check_of_imports_can_fail() -> None:
+    code = f"import sys, torch\nassert not ({HEAVY!r} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 1
+
+
+def test_the_commands_are_these() -> None:
+    assert NAMES == ["train", "check", "plan", "eval", "chat", "doctor"]
+
+
+def test_docs_are_current(root: Path) -> None:
+    assert (root / "docs" / "cli.md").read_text() == docs.render(), (
+        "write it again: python -m quatrain.cli.docs > docs/cli.md"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (["trian"], "No such command 'trian'", "quatrain --help"),
+        (["train", "--lerning-rate", "1"], "No such option: --lerning-rate", "quatrain train --help"),
+        (["train", "--epochs"], "'--epochs' requires an argument", "quatrain train --help"),
+        (["train"], "nothing given for model, data, out", "--model and --data and --out"),
+        (["train", "--lr", "x"], "learning_rate: want a valid number", None),
+        (["train", "--config", "none.yaml"], "config: cannot read none.yaml", None),
+        (["eval", "--model", "m"], "no data file given", "quatrain eval"),
+        (["chat"], "nothing given for model", "--model"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str, hint: str | None
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert said.out == "" and lines[0].startswith("error: ") and message in lines[0]
+    assert "Traceback" not in said.err
+    assert hint is None or any(line.startswith("try: ") and hint in line for line in lines)
+
+
+def test_the_chain_of_causes_and_the_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        try:
+            raise OSError("disk on fire")
+        except OSError as cause:
+            raise PlanError("cannot go on", hint="put it out") from cause
+    except PlanError as error:
+        assert errors.report(error, debug=False) == 4
+    assert capsys.readouterr().err.splitlines() == [
+        "error: cannot go on",
+        "cause: OSError: disk on fire",
+        "try: put it out",
+    ]
+
+
+def test_traceback_only_with_debug(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug() -> None:
+        raise RuntimeError("a bug of ours")
+
+    monkeypatch.setattr("quatrain.cli.doctor.examine", bug)
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "Traceback" not in said
+        and "error: unexpected RuntimeError: a bug of ours" in said
+        and "bug in Quatrain" in said
+    )
+    assert main(["doctor", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("x"), 2), (DataError("x"), 3), (PlanError("x"), 4), (MemoryError(), 4)]
+)
+def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert errors.report(error, debug=False) == code
+
+
+def test_interrupted_before_anything_was_trained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quatrain.cli.doctor.examine", interrupted)
+    assert main(["doctor"]) == 130 and "interrupted" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_accident() -> None:
+    code = (
+        "import sys\nfrom quatrain.cli import docs, main\n"
+        "import quatrain.cli.doctor as doctor\n"
+        "doctor.examine = lambda: {str(i): 'x' * 99 for i in range(99999)}\n"
+        "sys.exit(main.main(['doctor', '--json']))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(10)
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait() == 1 and said == ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0 and capsys.readouterr().out.startswith("quatrain 0.")
+
+
+def test_doctor_tells_machines_and_people_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts) == {"python", "system", "cpu", "memory", "disk", "torch", "cuda", "packages", "compiler"}
+    assert facts["torch"]["build"] == torch.__version__ and facts["memory"]["available_bytes"] > 0
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert torch.__version__ in said and facts["cuda"]["usable"] in said
