@@ -40,6 +40,9 @@ class HfFolder(ModelSource):
         self._shard_of = _placed(folder, weight_map, shards, bool(index_files))
         self._inventory = bnb.logical_infos(self._raw_infos(), self._quant_state)
         self.is_nf4 = any(info.dtype == "NF4" for info in self._inventory.values())
+        if self.is_nf4:
+            stored = [name for name, info in self._inventory.items() if info.dtype == "NF4"]
+            self.stored_nf4_nested = all(f"{name}.nested_absmax" in self._shard_of for name in stored)
         self.files = (folder / CONFIG, *index_files, *(folder / file for file in shards))
         self.eos_token_ids = _eos_token_ids(folder, config)
 

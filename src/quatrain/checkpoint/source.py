@@ -33,13 +33,15 @@ class ModelSource(ABC):
     """Base of all formats. Opening one reads headers and configuration only, never a weight.
 
     `name` is what the user asked for; `spec` is what the model is; `notes` are things to tell the user (defaults that
-    were taken); `is_nf4` says that the linears are already NF4; `files` are all files the weights and spec come from.
+    were taken); `is_nf4` says that the linears are already NF4 and `stored_nf4_nested` whether all of them
+    have nested statistics (None: not NF4); `files` are all files the weights and spec come from.
     """
 
     name: str
     spec: ModelSpec
     notes: tuple[str, ...] = ()
     is_nf4: bool = False
+    stored_nf4_nested: bool | None = None
     files: tuple[Path, ...]
     eos_token_ids: tuple[int, ...] = ()
 
