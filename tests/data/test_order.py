@@ -40,7 +40,7 @@ def test_d4_no_row_is_lost_split_or_moved(lengths: list[int], capacity: int) -> 
 
 
 def test_a_row_longer_than_a_pack_is_named() -> None:
-    with pytest.raises(DataError, match="rows.jsonl:7: 11 tokens do not fit a pack of 10"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: 11 tokens do not fit a pack of 10"):
         pack([Row.from_pair([1], [2] * 10, "rows.jsonl:7")], 10)
 
 

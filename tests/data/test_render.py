@@ -76,7 +76,7 @@ def test_b3_eos_closes_a_template_without_an_end_token() -> None:
     tokenizer = byte_level(("</s>",), eos="</s>", template=template)
     rendered = render_chat(chat("a", "b", "c", "d"), tokenizer)
     assert rendered.text.endswith("assistant: d\n</s>") and learned(tokenizer, rendered) == ["b", "d\n</s>"]
-    with pytest.raises(RowError, match="no token that ends an answer|neither the template nor the tokenizer"):
+    with pytest.raises(RowError, match="neither the template nor the tokenizer has"):
         render_chat(chat("a", "b"), byte_level((), eos=None, template=template))
 
 

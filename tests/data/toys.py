@@ -20,8 +20,9 @@ CHATML = (
 THINKING = (
     "{% set last = messages|length - 1 %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     "{% if m.role == 'assistant' %}{% set content = m.content.split('</think>')[-1].lstrip('\\n') %}"
-    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m.content else '' %}"
-    "{% if loop.index0 == last %}{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ content }}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}"
+    "{% if loop.index0 == last %}{{ '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ content }}"
     "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )

@@ -120,8 +120,9 @@ def _outcomes(
                 conversation = to_conversation(record, options)
                 ignored.update(conversation.ignored)
                 row = encoder.encode(conversation)
-            except RowError as error:
-                skipped = error.at(record.source)
+            except (RowError, RecursionError) as error:
+                reason = error if isinstance(error, RowError) else RowError("nested too deeply")
+                skipped = reason.at(record.source)
                 report.add_skipped(skipped)
                 yield skipped
             else:

@@ -114,10 +114,15 @@ def _no_constant(name: str) -> None:
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
 
 
+def loads(text: str) -> Any:
+    """The value of a JSON text; a key that comes twice and NaN are refused (RowError). Raises ValueError for others."""
+    return _DECODER.decode(text)
+
+
 def _parse(text: str) -> dict[str, Any]:
     """One JSON object. Raises RowError with the column."""
     try:
-        value = _DECODER.decode(text)
+        value = loads(text)
     except json.JSONDecodeError as error:
         raise RowError("not JSON", f"not JSON at column {error.colno}: {error.msg}") from error
     except RecursionError as error:

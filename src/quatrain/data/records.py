@@ -17,6 +17,7 @@ from typing import Any
 
 from quatrain.config import DataOptions
 from quatrain.data.outcome import Record, RowError
+from quatrain.data.read import loads
 from quatrain.data.tokenizer import replace_surrogates
 
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
@@ -171,7 +172,9 @@ def _chat(record: Record, schema: str, name: str, options: DataOptions) -> Conve
 
 
 def _describe(value: Any) -> str:
-    return "null" if value is None else "an empty list" if value == [] else _KINDS.get(type(value), "text")
+    if value is None or value == []:
+        return "null" if value is None else "an empty list"
+    return "text" if isinstance(value, str) else _KINDS.get(type(value), f"of type {type(value).__name__}")
 
 
 def _parsed(value: Any, where: str) -> Any:
@@ -179,8 +182,8 @@ def _parsed(value: Any, where: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
+        return loads(value)
+    except ValueError as error:
         raise RowError(f"{where} is not JSON", f"{where}: text that is not JSON: {error}") from error
 
 
@@ -218,8 +221,9 @@ def _content(value: Any, where: str, *, may_be_null: bool) -> str:
     if not isinstance(value, list):
         raise RowError("content is not text", f"{where}: content is {_describe(value)}, expected text")
     for part in value:
-        kind = part.get("type") if isinstance(part, dict) else _describe(part)
+        kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
+            kind = kind if isinstance(kind, str) else _describe(part)
             raise RowError(f"content part of type {kind}", f"{where}: a content part of type {kind!r} cannot be used")
     return replace_surrogates("".join(part["text"] for part in value))
 
@@ -260,7 +264,10 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
 
 def _clean(value: dict[str, Any]) -> dict[str, Any]:
     """`value` without lone surrogates, in keys and texts."""
-    return dict(json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False))))
+    try:
+        return dict(json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False))))
+    except TypeError as error:  # a table may hold dates and the like
+        raise RowError("a tool has no JSON form", f"a tool or its arguments: {error}") from error
 
 
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:

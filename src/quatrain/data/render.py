@@ -21,6 +21,8 @@ from quatrain.data.tokenizer import Encoded, Piece, Tokenizer
 from quatrain.data.traits import TemplateTraits
 
 Tools = list[dict[str, Any]] | None
+# What Python raises when a template does something odd with a conversation.
+_TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class ChatRenderer:
         special = self.tokenizer.special_tokens
         try:
             return self._compiled.render(messages=messages, tools=tools, add_generation_prompt=prompt, **special)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             reason = "the chat template refuses the conversation"
             raise RowError(reason, f"{reason}: {error}") from error
 

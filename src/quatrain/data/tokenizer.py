@@ -19,8 +19,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quatrain.data.outcome import RowError
 from quatrain.data.stream import StreamDecoder
-from quatrain.errors import DataError, ModelError
+from quatrain.errors import ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -38,6 +39,7 @@ TOKENIZER_FILES = (
 )
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _FIRST_MARK = 0x100000  # plane 16: private use, one character for each guarded token
+_RESERVED = "text holds a private-use character of plane 16 (U+100000 and up), which is reserved"
 _MARKS = re.compile("[\U00100000-\U0010fffd]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -189,14 +191,14 @@ class Tokenizer:
     def encode_pieces(self, pieces: Iterable[Piece]) -> Encoded:
         """Encode the joined text of `pieces` at once; control tokens come from scaffold pieces only.
 
-        Offsets count characters of the joined text. Raises DataError if a text holds one of the private-use characters
+        Offsets count characters of the joined text. Raises RowError if a text holds one of the private-use characters
         that stand for control tokens (plane 16), since it could not be told apart.
         """
         spelled: list[str] = []
         length, ends, shifts = 0, [-1], [0]  # from spelled position ends[i] on, the original is shifts[i] further
         for piece in pieces:
             if _MARKS.search(piece.text):
-                raise DataError("text holds a private-use character of plane 16 (U+100000 and up), which is reserved")
+                raise RowError(_RESERVED)
             for text, original in self._spell(piece):
                 spelled.append(text)
                 length += len(text)
