@@ -28,6 +28,7 @@ def row(length: int) -> Row:
 def test_d4_packs_and_steps() -> None:
     packs = pack([row(100)] * 10, 256)
     assert [len(rows) for rows in packs] == [2] * 5
+    assert len(pack([row(128)] * 4, 256)) == 2  # a pack may be full to the last token
     assert total_steps(len(packs), micro_batch=1, accumulation=1, epochs=2) == 10
 
 

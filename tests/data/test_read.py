@@ -212,6 +212,11 @@ def test_csv_lines_are_those_where_a_row_begins(tmp_path: Path) -> None:
     assert isinstance(last, Record) and last.source == f"{path}:6"
 
 
+def test_a_long_field_of_csv_is_read(tmp_path: Path) -> None:
+    path = _csv(tmp_path / "rows.csv", [{"instruction": "a", "output": "b" * 200_000}])  # csv's own limit is 128 KiB
+    assert records(path) == [{"instruction": "a", "output": "b" * 200_000}]
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_an_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.jsonl"

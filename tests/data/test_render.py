@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.toys import CHATML, THINKING, TOOLS, byte_level, chat, sentencepiece, write_jsonl
+from data.toys import CHATML, THINKING, TOOLS, byte_level, byte_level_rust, chat, sentencepiece, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quatrain.config import DataOptions
+from quatrain.data.align import Sentinels
 from quatrain.data.encode import label
 from quatrain.data.outcome import RowError
 from quatrain.data.pipeline import prepare
@@ -170,6 +171,35 @@ def test_b10_first_and_last_token_of_a_plain_answer(tmp_path: Path) -> None:
     ):
         (row,) = prepare([path], DataOptions(), tokenizer).train
         assert tokenizer.decode([x for x in row.labels if x >= 0]) == "As is</s>"
+
+
+def test_b10_a_token_that_straddles_the_border_belongs_to_the_answer() -> None:
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' else 'x' }}{% endfor %}"
+    rust = byte_level_rust(["</s>"], merges=[("x", "y")])
+    tokenizer = Tokenizer(rust.to_str(), template, eos_token="</s>")
+    assert learned(tokenizer, render_chat(chat("q", "yz"), tokenizer)) == ["xyz</s>"]  # without it the y would be lost
+    assert learned(tokenizer, render_chat(chat("q", "zy"), tokenizer)) == ["zy</s>"]
+
+
+def test_text_between_an_answer_and_its_end_token_is_learned_with_it() -> None:
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + ' [done] </s>\\n' }}{% endfor %}"
+    tokenizer = byte_level(("</s>",), eos="</s>", template=template)
+    rendered = render_chat(chat("a", "b", "c", "d"), tokenizer)
+    assert learned(tokenizer, rendered) == ["b [done] </s>", "d [done] </s>"]
+    assert learned(tokenizer, rendered, train_on_eos="none") == ["b", "d"]
+
+
+def test_a_template_may_hold_what_looks_like_a_sentinel() -> None:
+    tokenizer = byte_level(template="Qslot0000000Z Qslot" + CHATML)
+    assert learned(tokenizer, render_chat(chat("a", "b"), tokenizer)) == ["b<|im_end|>"]
+
+
+def test_alignment_gives_up_in_reasonable_time() -> None:
+    sentinels = Sentinels(avoid="")
+    marked = "".join(f" {sentinels.add(' ')}" for _ in range(60)) + sentinels.add("ab")  # blank or nothing, 60 times
+    with pytest.raises(RowError, match="changes the texts"):
+        sentinels.align(" " * 90 + "AB", marked)
+    assert sentinels.align(" " * 90 + "ab", marked)[-1].begin == 92
 
 
 def test_b13_chats_need_a_template(tmp_path: Path) -> None:

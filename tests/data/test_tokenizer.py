@@ -142,6 +142,15 @@ def test_a_token_that_is_only_in_the_vocabulary_is_guarded_too() -> None:
     assert index not in tokenizer.encode("</s>")
 
 
+def test_named_special_tokens_are_guarded_whatever_their_flag() -> None:
+    tokenizer = byte_level((), ("</s>", "<free>"), eos="</s>", template=None)
+    assert tokenizer.eos_id not in tokenizer.encode("</s>")
+    assert tokenizer.encode("<free>") == [tokenizer.token_id("<free>")]
+    strict = tokenizer.with_chat_template("<free>{{ messages }}")  # now it is a marker of the template
+    assert tokenizer.token_id("<free>") not in strict.encode("<free>")
+    assert tokenizer.encode("<free>") == [tokenizer.token_id("<free>")]
+
+
 @settings(max_examples=100, deadline=None)
 @given(TEXTS)
 def test_k6_streams_hold_bytes_until_a_character_is_complete(text: str) -> None:

@@ -56,9 +56,11 @@ def byte_level(
     return Tokenizer(rust.to_str(), template, bos, eos, add_bos=adds_bos, add_eos=adds_eos)
 
 
-def byte_level_rust(special: Sequence[str], added: Sequence[str] = ()) -> RustTokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    rust = RustTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+def byte_level_rust(
+    special: Sequence[str], added: Sequence[str] = (), merges: Sequence[tuple[str, str]] = ()
+) -> RustTokenizer:
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["".join(pair) for pair in merges]
+    rust = RustTokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=list(merges)))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])

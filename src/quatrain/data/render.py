@@ -183,14 +183,11 @@ class ChatRenderer:
             raise RowError("an answer is not in the render", f"turn {turn + 1} (assistant) is not in the render")
         before, behind = segments[own[0] - 1], segments[own[-1] + 1]  # scaffold, perhaps of length 0
         found = self.traits.ends.search(text, behind.begin, behind.end) if self.traits.ends else None
+        end = found.end() if found else behind.begin
         if turn in marked.composite:  # the turn begins with what the template writes for it, such as <tool_call>
             begin = before.begin + len(self._header(turn, marked, text, before, tools))
-            return TurnSpan(
-                begin, found.start() if found else behind.begin, found.end() if found else behind.begin, turn
-            )
+            return TurnSpan(begin, found.start() if found else behind.begin, end, turn)
         lead = self.traits.lead if text[before.begin : before.end].endswith(self.traits.lead) else ""
-        follows = found is not None and not text[behind.begin : found.start()].strip()
-        end = found.end() if found and follows else behind.begin
         return TurnSpan(before.end - len(lead), behind.begin, end, turn)
 
     def _header(self, turn: int, marked: _Marked, text: str, before: Segment, tools: Tools) -> str:
