@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import quatrain as qt
@@ -24,7 +26,7 @@ from quatrain.train.run import Preparation, train
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "examples" / "smart_home"
 MODEL = "smollm2-135m"
-TRAINING = {"learning_rate": 1e-3, "epochs": 2, "batch_size": 8, "max_seq_len": 128}
+TRAINING = {"learning_rate": 1.5e-3, "epochs": 2, "batch_size": 16, "max_seq_len": 128, "memory_budget": "1.4GB"}
 LONGEST_ANSWER = 40  # tokens; the commands have about 20
 MOST_BEFORE, LEAST_AFTER = 0.05, 0.90
 
@@ -56,7 +58,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="measure on the first N held-out rows only")
     options = parser.parse_args()
 
-    console = Console()
+    console = Console(highlight=False)
     requests = read_requests(DATA / "held_out.jsonl")[: options.requests]
     console.print(f"[bold]Before[/bold]: {options.model} answers {len(requests)} requests it has never seen")
     before = answers(load(options.model), requests)
@@ -131,21 +133,21 @@ def show(
         table.add_column(heading, overflow="fold")
     for request, old, new in list(zip(requests, before, after, strict=True))[:5]:
         mark = "green" if new == request.command else "red"
-        table.add_row(*(_plain(text) for text in (request.text, old)), f"[{mark}]{_plain(new)}[/]", request.command)
+        table.add_row(request.text, short(old), f"[{mark}]{short(new)}[/]", request.command)
     console.print(table)
     planned, peak = result["planned_memory_mb"], result["peak_memory_mb"]
     before_score, after_score = percent(result["exact_match_before"]), percent(result["exact_match_after"])
     console.print(f"exact match   {before_score} before, {after_score} after ({len(requests)} held-out requests)")
     console.print(f"training      {result['train_seconds']:.0f} s")
-    console.print(f"memory        {planned:.0f} MB planned for training, {peak:.0f} MB measured peak of the whole demo")
+    console.print(
+        f"memory        {planned:.0f} MB planned for training, {peak:.0f} MB measured peak of the demo", soft_wrap=True
+    )
     console.print(f"adapter       {result['adapter']}", soft_wrap=True)
 
 
-def _plain(text: str) -> str:
-    """Model output is not markup."""
-    from rich.markup import escape
-
-    return escape(text)
+def short(answer: str) -> str:
+    """An answer on few lines, for a table cell. Model output is not markup."""
+    return escape(textwrap.shorten(answer, 90, placeholder=" …"))
 
 
 if __name__ == "__main__":
