@@ -221,8 +221,8 @@ def _quantize_statistics(centred: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     groups = torch.nn.functional.pad(centred, (0, -blocks % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     absmax2 = groups.abs().amax(dim=1)
     scaled = (groups * (1.0 / absmax2)[:, None]).clamp_(-1, 1)
+    # A group of zeros gives 0 / 0; any code stands for zero there, and bitsandbytes writes 0.
     codes = _nested_bins()[((scaled + 1.0) * 0.5 * (_BINS - 1) + 0.5).nan_to_num(0.0).int()]
-    codes[absmax2 == 0] = 0  # 0 / 0: any code stands for zero, bitsandbytes writes 0
     return codes.view(-1)[:blocks].clone(), absmax2
 
 
