@@ -139,9 +139,7 @@ def show(
     before_score, after_score = percent(result["exact_match_before"]), percent(result["exact_match_after"])
     console.print(f"exact match   {before_score} before, {after_score} after ({len(requests)} held-out requests)")
     console.print(f"training      {result['train_seconds']:.0f} s")
-    console.print(
-        f"memory        {planned:.0f} MB planned for training, {peak:.0f} MB measured peak of the demo", soft_wrap=True
-    )
+    console.print(f"memory        {planned:.0f} MB planned for training, {peak:.0f} MB measured peak", soft_wrap=True)
     console.print(f"adapter       {result['adapter']}", soft_wrap=True)
 
 
