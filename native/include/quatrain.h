@@ -1,0 +1,99 @@
+/* Quatrain's native kernels: a plain C ABI over raw pointers.
+ *
+ * Promises: no allocation inside a kernel (scratch is the caller's; each op that needs it has a _scratch_bytes twin), no
+ * hidden global state, no dependence of any result on the thread count, status codes instead of in-band errors.
+ *
+ * Matrices are row-major and contiguous unless a leading dimension is passed. `dtype` names the type of activations and
+ * compute copies: QT_F32 or QT_BF16. Accumulation, norms, softmax, losses, masters and moments are fp32.
+ */
+#ifndef QUATRAIN_H
+#define QUATRAIN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define QT_API __attribute__((visibility("default")))
+#else
+#define QT_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define QT_ABI_VERSION 1
+
+enum { QT_OK = 0, QT_BAD_ARGUMENT = 1, QT_UNSUPPORTED = 2, QT_SCRATCH_TOO_SMALL = 3, QT_NO_MEMORY = 4 };
+enum { QT_F32 = 0, QT_BF16 = 1 };
+
+/* Instruction sets, weakest first. A library holds those of its own architecture. */
+enum { QT_PORTABLE = 0, QT_AVX2 = 1, QT_AVX512 = 2, QT_AVX512_BF16 = 3, QT_AMX_BF16 = 4, QT_NUM_ISAS = 5 };
+
+QT_API int32_t qt_abi_version(void);
+QT_API const char *qt_isa_name(int32_t isa);
+/* 1 if this build holds kernels for `isa` and this machine can run them. */
+QT_API int32_t qt_isa_supported(int32_t isa);
+/* The strongest supported one. */
+QT_API int32_t qt_best_isa(void);
+
+/* A context is a thread pool and a choice of ISA. Calls on one context must not overlap. */
+typedef struct qt_context qt_context;
+QT_API int32_t qt_context_create(qt_context **out, int32_t isa, int32_t threads);
+QT_API void qt_context_destroy(qt_context *context);
+
+/* A frozen weight [n, k]: NF4 in bitsandbytes' layout (codes != NULL), or plain in `dtype` (dense != NULL).
+ * absmax (fp32 [blocks]) or, nested, absmax_codes, absmax2, offset and code2 (fp32 [256]). */
+typedef struct {
+  int64_t n, k;
+  const void *dense;
+  const uint8_t *codes;
+  const float *absmax;
+  const uint8_t *absmax_codes;
+  const float *absmax2;
+  const float *code2;
+  float offset;
+} qt_weight;
+
+/* One linear layer of a group that shares its input. bias [n] and the adapter (rank > 0: A [r, k], B [n, r], in
+ * `dtype`; dA, dB fp32) are optional. `out` [tokens, n] is the output, and in the backward the gradient of it. */
+typedef struct {
+  qt_weight weight;
+  const void *bias;
+  const void *lora_a;
+  const void *lora_b;
+  float *grad_a;
+  float *grad_b;
+  void *u; /* [tokens, r] */
+  void *out;
+  int64_t rank;
+  float scale;
+  int32_t index; /* keys this adapter's dropout mask */
+} qt_linear;
+
+/* Dropout on the adapters' input; keys == NULL: none. */
+typedef struct {
+  const int64_t *keys; /* [tokens] */
+  double p;
+} qt_dropout;
+
+/* Linear layers that share x [tokens, k] (at most 8): out_i = x W_i^T + b_i + scale_i u_i B_i^T, u_i = mask x A_i^T.
+ * `residual` (NULL, or [tokens, n] for a group of one) is added to the output. Writes (=) each linear's out and u. */
+QT_API size_t qt_linear_forward_scratch_bytes(const qt_context *context, int32_t dtype, const qt_linear *linears, int64_t count,
+                                       int64_t tokens, const qt_dropout *dropout);
+QT_API int32_t qt_linear_forward(qt_context *context, int32_t dtype, const void *x, const qt_linear *linears, int64_t count,
+                          const void *residual, int64_t tokens, const qt_dropout *dropout, void *scratch,
+                          size_t scratch_bytes);
+/* Only u_i (=). Same scratch. */
+QT_API int32_t qt_lora_down(qt_context *context, int32_t dtype, const void *x, const qt_linear *linears, int64_t count,
+                     int64_t tokens, const qt_dropout *dropout, void *scratch, size_t scratch_bytes);
+/* With dout_i in each linear's `out`, and u_i as the forward left it: dx [tokens, k] =, grad_a and grad_b +=. */
+QT_API size_t qt_linear_backward_scratch_bytes(const qt_context *context, int32_t dtype, const qt_linear *linears,
+                                        int64_t count, int64_t tokens);
+QT_API int32_t qt_linear_backward(qt_context *context, int32_t dtype, void *dx, const void *x, const qt_linear *linears,
+                           int64_t count, int64_t tokens, const qt_dropout *dropout, void *scratch, size_t scratch_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,173 @@
+// What every kernel file shares: bf16, 16-lane vectors, and the work description of a context.
+//
+// Vectors are GCC/Clang vector extensions of 16 floats on every architecture. The compiler lowers them to what the file's
+// flags allow (one zmm, two ymm, four NEON registers, scalars), and the lane structure, hence every reduction order, is the
+// same everywhere.
+//
+// QT_ISA is a namespace of its own for each ISA the library is built for: no two versions of an inline function may meet
+// in the linker, or a weak CPU could be given a strong one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "pool.h"
+#include "quatrain.h"
+
+#ifndef QT_ISA
+#error "compile with -DQT_ISA=portable, avx2, avx512, avx512_bf16 or amx_bf16"
+#endif
+
+namespace qt::QT_ISA {
+
+struct bf16 {
+  uint16_t bits;
+};
+
+using f32x16 = float __attribute__((vector_size(64)));
+using i32x16 = int32_t __attribute__((vector_size(64)));
+using u32x16 = uint32_t __attribute__((vector_size(64)));
+using u16x16 = uint16_t __attribute__((vector_size(32)));
+using f32x16_u = float __attribute__((vector_size(64), aligned(4), may_alias));
+using u16x16_u = uint16_t __attribute__((vector_size(32), aligned(2), may_alias));
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kAlign = 64;
+
+// The same bits as another vector type.
+template <class To, class From>
+inline To as(From x) {
+  static_assert(sizeof(To) == sizeof(From), "");
+  To out;
+  std::memcpy(&out, &x, sizeof(out));
+  return out;
+}
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+inline int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, 4);
+  return out;
+}
+
+// Round to nearest, ties to even; NaN stays NaN.
+inline uint16_t bf16_bits(float x) {
+  uint32_t wide;
+  std::memcpy(&wide, &x, 4);
+  if ((wide & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>((wide >> 16) | 0x40u);
+  return static_cast<uint16_t>((wide + 0x7FFFu + ((wide >> 16) & 1u)) >> 16);
+}
+template <class T>
+inline T from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+inline bf16 from_float<bf16>(float x) {
+  return bf16{bf16_bits(x)};
+}
+
+inline f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+// 16 contiguous elements as floats, and back.
+inline f32x16 load16(const float *p) { return *reinterpret_cast<const f32x16_u *>(p); }
+inline f32x16 load16(const bf16 *p) {
+  const u16x16 narrow = *reinterpret_cast<const u16x16_u *>(p);
+  const u32x16 wide = __builtin_convertvector(narrow, u32x16) << 16;
+  return as<f32x16>(wide);
+}
+inline void store16(float *p, f32x16 x) { *reinterpret_cast<f32x16_u *>(p) = x; }
+inline void store16(bf16 *p, f32x16 x) {
+  const u32x16 bits = as<u32x16>(x);
+  const u32x16 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const u32x16 nan = (bits >> 16) | 0x40u;
+  const u32x16 is_nan = as<u32x16>((bits & 0x7FFFFFFFu) > 0x7F800000u);
+  *reinterpret_cast<u16x16_u *>(p) = __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), u16x16);
+}
+
+// The head of a row that is shorter than a vector: missing lanes are zero, and are not written.
+template <class T>
+inline f32x16 load_part(const T *p, int64_t n) {
+  if (n >= kLanes) return load16(p);
+  alignas(64) float lanes[kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i] = to_float(p[i]);
+  return load16(lanes);
+}
+template <class T>
+inline void store_part(T *p, f32x16 x, int64_t n) {
+  if (n >= kLanes) return store16(p, x);
+  alignas(64) float lanes[kLanes];
+  store16(lanes, x);
+  for (int64_t i = 0; i < n; ++i) p[i] = from_float<T>(lanes[i]);
+}
+
+// Lanes summed pairwise, always in the same order.
+inline float sum_lanes(f32x16 x) {
+  alignas(64) float v[kLanes];
+  store16(v, x);
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+inline float max_lanes(f32x16 x) {
+  alignas(64) float v[kLanes];
+  store16(v, x);
+  float most = v[0];
+  for (int64_t i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
+  return most;
+}
+
+inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
+  const i32x16 bits = (mask & as<i32x16>(yes)) | (~mask & as<i32x16>(no));
+  return as<f32x16>(bits);
+}
+inline f32x16 max(f32x16 a, f32x16 b) { return select(a > b, a, b); }
+inline f32x16 min(f32x16 a, f32x16 b) { return select(a < b, a, b); }
+
+// e^x to 2 ULP: 2^n p(r), n = round(x / ln 2), r = x - n ln 2 in two parts, p of degree 6 (Cephes' expf coefficients).
+// Below -87.3 the result is 0; above 88.7 it is infinity; NaN gives NaN.
+inline f32x16 exp16(f32x16 x) {
+  const f32x16 clamped = min(max(x, splat(-88.0f)), splat(88.8f));
+  const f32x16 scaled = clamped * 1.44269504088896341f;
+  const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const f32x16 shifted = scaled + magic;
+  const f32x16 n = shifted - magic;
+  f32x16 r = clamped - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  f32x16 p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  // n = 128 would overflow the exponent field: scale in two steps.
+  const i32x16 half = (__builtin_convertvector(n, i32x16) >> 1);
+  const i32x16 low = (half + 127) << 23, high = (__builtin_convertvector(n, i32x16) - half + 127) << 23;
+  f32x16 out = p * as<f32x16>(low) * as<f32x16>(high);
+  out = select(x < splat(-87.3f), splat(0.0f), out);
+  return select(x == x, out, x);
+}
+
+// A bump allocator over the caller's scratch. Every piece is aligned; `ok` tells whether all of them fitted.
+struct Scratch {
+  char *base;
+  size_t size, used;
+  Scratch(void *memory, size_t bytes) : base(static_cast<char *>(memory)), size(bytes), used(0) {}
+  template <class T>
+  T *take(int64_t count) {
+    const size_t bytes = static_cast<size_t>(round_up(count * static_cast<int64_t>(sizeof(T)), kAlign));
+    T *at = reinterpret_cast<T *>(base + used);
+    used += bytes;
+    return at;
+  }
+  bool ok() const { return used <= size; }
+};
+
+}  // namespace qt::QT_ISA

@@ -1,0 +1,93 @@
+// Blocks of 32 x 32 from packed fp32 panels: the product kernel of every ISA without bf16 products.
+//
+//   A block: [32 / MR][k][MR]      MR rows side by side for each k, so that a row's element is one broadcast
+//   B block: [k][32]
+//
+// Activations of either type are widened at packing. The compiler turns the fixed-size loops into registers; MR and NC
+// (columns of a register block) are chosen so that MR * NC accumulators fit the ISA's register file.
+#pragma once
+
+#include "common.h"
+#include "nf4.h"
+
+namespace qt::QT_ISA {
+
+template <int MR, int NC>
+struct GemmF32 {
+  using elem = float;
+  static constexpr int64_t kRows = MR;
+  static int64_t padded(int64_t k) { return k; }
+  static void thread_begin() {}
+  static void thread_end() {}
+
+  template <class T>
+  static void pack_a(elem *dst, const T *src, int64_t ld, int64_t rows, int64_t k) {
+    for (int64_t sub = 0; sub < 32; sub += MR, dst += MR * k)
+      for (int64_t r = 0; r < MR; ++r)
+        for (int64_t i = 0; i < k; ++i) dst[i * MR + r] = sub + r < rows ? to_float(src[(sub + r) * ld + i]) : 0.0f;
+  }
+  template <class T>
+  static void pack_a_t(elem *dst, const T *src, int64_t ld, int64_t k, int64_t rows) {
+    for (int64_t sub = 0; sub < 32; sub += MR, dst += MR * k)
+      for (int64_t i = 0; i < k; ++i)
+        for (int64_t r = 0; r < MR; ++r) dst[i * MR + r] = sub + r < rows ? to_float(src[i * ld + sub + r]) : 0.0f;
+  }
+  template <class T>
+  static void pack_b_nt(elem *dst, const T *src, int64_t ld, int64_t cols, int64_t k, float scale = 1.0f) {
+    for (int64_t n = 0; n < 32; ++n)
+      for (int64_t i = 0; i < k; ++i) dst[i * 32 + n] = n < cols ? scale * to_float(src[n * ld + i]) : 0.0f;
+  }
+  template <class T>
+  static void pack_b_nn(elem *dst, const T *src, int64_t ld, int64_t k, int64_t cols) {
+    for (int64_t i = 0; i < k; ++i)
+      for (int64_t n = 0; n < 32; n += kLanes)
+        store16(dst + i * 32 + n, n < cols ? load_part(src + i * ld + n, cols - n) : splat(0.0f));
+  }
+
+  // B blocks of an NF4 weight: rows n0 .. n0 + cols as columns (nt), or columns k0 .. k0 + cols over `rows` rows (nn).
+  // Values are rounded to T, as a dequantised weight of that type would be.
+  template <class T>
+  static void pack_nf4_nt(elem *dst, const qt_weight &w, int64_t n0, int64_t cols) {
+    for (int64_t n = 0; n < 32; ++n) {
+      if (n < cols)
+        nf4_row<T>(w, n0 + n, 0, w.k, [&](int64_t i, float value) { dst[i * 32 + n] = value; });
+      else
+        for (int64_t i = 0; i < w.k; ++i) dst[i * 32 + n] = 0.0f;
+    }
+  }
+  template <class T>
+  static void pack_nf4_nn(elem *dst, const qt_weight &w, int64_t k0, int64_t cols) {
+    for (int64_t row = 0; row < w.n; ++row) {
+      nf4_row<T>(w, row, k0, k0 + cols, [&](int64_t i, float value) { dst[row * 32 + i] = value; });
+      for (int64_t i = cols; i < 32; ++i) dst[row * 32 + i] = 0.0f;
+    }
+  }
+
+  // c [32, 32] = sum over segments of A B (+= when `accumulate`).
+  struct Segment {
+    const elem *a, *b;
+    int64_t k;
+  };
+  static void block(float *c, const Segment *segments, int count, bool accumulate = false) {
+    constexpr int kVecs = NC / 16;
+    for (int64_t sub = 0; sub < 32 / MR; ++sub)
+      for (int64_t col = 0; col < 32; col += NC) {
+        f32x16 acc[MR][kVecs];
+        for (int r = 0; r < MR; ++r)
+          for (int v = 0; v < kVecs; ++v)
+            acc[r][v] = accumulate ? load16(c + (sub * MR + r) * 32 + col + v * 16) : splat(0.0f);
+        for (int s = 0; s < count; ++s) {
+          const float *a = segments[s].a + sub * MR * segments[s].k, *b = segments[s].b + col;
+          for (int64_t i = 0; i < segments[s].k; ++i, a += MR, b += 32)
+            for (int v = 0; v < kVecs; ++v) {
+              const f32x16 bv = load16(b + v * 16);
+              for (int r = 0; r < MR; ++r) acc[r][v] += a[r] * bv;
+            }
+        }
+        for (int r = 0; r < MR; ++r)
+          for (int v = 0; v < kVecs; ++v) store16(c + (sub * MR + r) * 32 + col + v * 16, acc[r][v]);
+      }
+  }
+};
+
+}  // namespace qt::QT_ISA

@@ -1,0 +1,40 @@
+// Every kernel for one ISA. The build compiles this file once for each, with -DQT_ISA=<name> and the ISA's own flags.
+#include "gemm_f32.h"
+#if defined(__AVX512BF16__)
+#include "gemm_tiles.h"
+#endif
+
+#include "fill_table.h"
+
+#define QT_JOIN_(a, b) a##b
+#define QT_JOIN(a, b) QT_JOIN_(a, b)
+
+namespace qt {
+namespace QT_ISA {
+
+// Register blocks of MR rows and NC columns: MR * NC / lanes accumulators leave room for the operands.
+#if defined(__AVX512F__)
+using F32 = GemmF32<8, 32>;
+#elif defined(__AVX2__) || defined(__aarch64__)
+using F32 = GemmF32<4, 16>;
+#else
+using F32 = GemmF32<2, 16>;
+#endif
+
+#if defined(__AMX_BF16__)
+using Bf16 = GemmAmx;
+#elif defined(__AVX512BF16__)
+using Bf16 = GemmDot;
+#else
+using Bf16 = F32;
+#endif
+
+}  // namespace QT_ISA
+
+const Kernels *QT_JOIN(kernels_, QT_ISA)(int32_t dtype) {
+  static constexpr Kernels f32 = QT_ISA::make_kernels<QT_ISA::F32, float>();
+  static constexpr Kernels bf16 = QT_ISA::make_kernels<QT_ISA::Bf16, QT_ISA::bf16>();
+  return dtype == QT_F32 ? &f32 : dtype == QT_BF16 ? &bf16 : nullptr;
+}
+
+}  // namespace qt
