@@ -12,7 +12,7 @@ import typer
 
 from quatrain.cli.options import Group, with_options
 from quatrain.config import DataOptions, InstructConfig, RunOptions
-from quatrain.errors import ConfigError
+from quatrain.errors import ConfigError, DataError
 
 NAME = "check"
 HELP = """Show what a run would read: rows used and skipped, lengths, marked samples.
@@ -63,7 +63,8 @@ def command(
     else:
         report.full(stdout(), prepared)
     if prepared.problem is not None:
-        raise prepared.problem
+        # The places are in the report above: the first line is enough here.
+        raise DataError(str(prepared.problem).splitlines()[0], hint=prepared.problem.hint)
 
 
 @contextmanager

@@ -1,0 +1,118 @@
+"""Stopping and going on gives the bits of never having stopped; evaluating changes nothing. Tolerance 0, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_model import write_rows, write_tiny_model
+
+from quatrain.checkpoint.resume import newest_complete
+from quatrain.train.interrupt import StopRequest
+from quatrain.train.reporter import Reporter, StepRecord
+from quatrain.train.run import Outcome, train
+
+
+class StopAfter(Reporter):
+    """Asks for a stop after some steps, as Ctrl-C would."""
+
+    def __init__(self, stop: StopRequest, step: int) -> None:
+        self.stop, self.at = stop, step
+
+    def step(self, record: StepRecord) -> None:
+        if record.step == self.at:
+            self.stop.request()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_tiny_model(folder / "model")
+    write_rows(folder / "rows.jsonl", 20)
+    return folder
+
+
+OPTIONS: dict[str, Any] = {
+    "epochs": 2, "batch_size": 2, "accumulation": 2, "learning_rate": 5e-3, "lora_rank": 4, "lora_dropout": 0.2,
+    "val_split": 0.15, "eval_every": 3, "save_every": 4, "compute_dtype": "fp32", "max_seq_len": 64, "seed": 3,
+    "threads": 2,
+}  # fmt: skip
+
+
+def run(world: Path, out: Path, stop_after: int | None = None, **more: Any) -> Outcome:
+    given = {"out": str(out), **more}
+    if not more.get("resume"):
+        given = {"model": str(world / "model"), "data": [str(world / "rows.jsonl")], **OPTIONS, **given}
+    stop = StopRequest()
+    return train(given, StopAfter(stop, stop_after) if stop_after else Reporter(), stop)
+
+
+def bits(out: Path) -> dict[str, torch.Tensor]:
+    checkpoint, passed_over = newest_complete(out / "checkpoints")
+    assert checkpoint is not None and passed_over == []
+    return checkpoint.tensors()
+
+
+def history(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
+
+
+def assert_same(one: Path, other: Path) -> None:
+    a, b = bits(one), bits(other)
+    assert a.keys() == b.keys() and len(a) > 20
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert different == []
+    a, b = (load_file(out / "adapter" / "adapter_model.safetensors") for out in (one, other))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def unbroken(world: Path) -> Path:
+    outcome = run(world, world / "unbroken")
+    assert outcome.ending == "finished" and outcome.steps == outcome.total_steps == 10
+    return world / "unbroken"
+
+
+@pytest.mark.parametrize("stops", [[1, 4, 9], [7], [10]])
+def test_resumed_is_unbroken_bit_for_bit(world: Path, unbroken: Path, tmp_path: Path, stops: list[int]) -> None:
+    out = tmp_path / "run"
+    for index, stop in enumerate(stops):
+        outcome = run(world, out, stop_after=stop, **({"resume": True} if index else {}))
+        assert outcome.ending == "interrupted" and outcome.steps == stop
+    assert run(world, out, resume=True).ending == "finished"
+    assert_same(out, unbroken)
+    assert history(out) == history(unbroken)
+
+
+def test_a_broken_newest_checkpoint_costs_steps_but_no_bits(world: Path, unbroken: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run(world, out, stop_after=6)
+    (out / "checkpoints" / "step-000006" / "state.safetensors").write_bytes(b"")
+    run(world, out, resume=True)
+    assert_same(out, unbroken)
+    assert history(out) == history(unbroken)
+
+
+def test_a_run_may_be_moved(world: Path, unbroken: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "here", stop_after=4)
+    (tmp_path / "here").rename(tmp_path / "there")
+    outcome = run(world, tmp_path / "there", resume=True)
+    assert outcome.adapter == tmp_path / "there" / "adapter"
+    assert_same(tmp_path / "there", unbroken)
+
+
+def test_the_comparison_can_fail(world: Path, unbroken: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", seed=4)
+    with pytest.raises(AssertionError):
+        assert_same(tmp_path / "run", unbroken)
+
+
+def test_evaluating_changes_no_bit_of_training(world: Path, unbroken: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "run", eval_every="epoch")
+    a, b = bits(tmp_path / "run"), bits(unbroken)
+    assert all(torch.equal(a[name], b[name]) for name in b)
