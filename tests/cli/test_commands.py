@@ -267,3 +267,21 @@ def test_resume_with_another_model_other_rows_or_other_targets(
     said = capsys.readouterr().out
     assert "overridden from the next step on: learning_rate: 0.0002 in the checkpoint, 5e-05 now" in said
     assert "going on with the new ones" in said and "step 2/2" in said
+
+
+def test_the_template_that_was_trained_on_goes_with_the_adapter(world: Path, tmp_path: Path) -> None:
+    from quatrain.cli.use import open_for_use
+
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant] {% endif %}"
+    )
+    out = tmp_path / "out"
+    assert main(train_words(world, out, "--max-steps", "1", "--chat-template", str(template))) == 0
+    text = template.read_text()
+    template.unlink()  # the run must not need it any more
+    it = open_for_use(str(out), None)
+    assert it.tokenizer().chat_template == text
+    assert (out / "adapter" / "tokenizer.json").read_bytes() == (world / "model" / "tokenizer.json").read_bytes()
+    assert main(["chat", "--model", str(out), "hello", "--max-new-tokens", "2"]) == 0

@@ -263,17 +263,21 @@ class Tokenizer:
         """Write the tokenizer's files: the originals byte for byte, and the chat template that is really used."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files_to_save().items():
+            (folder / name).write_bytes(content)
+
+    def files_to_save(self) -> dict[str, bytes]:
+        """What `save` writes, by file name."""
         files = dict(self.files) or {
             "tokenizer.json": self._json_text.encode("utf-8"),
             "tokenizer_config.json": _dump_json(self._config()),
         }
-        if self.chat_template is not None and _template_of(folder, files, _parsed_config(files)) != self.chat_template:
+        if self.chat_template is not None and _template_of(Path(), files, _parsed_config(files)) != self.chat_template:
             config = _parsed_config(files)
             if config.pop("chat_template", None) is not None:  # one template, not two that disagree
                 files["tokenizer_config.json"] = _dump_json(config)
             files["chat_template.jinja"] = self.chat_template.encode("utf-8")
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
+        return files
 
     def _config(self) -> dict[str, Any]:
         flags = {"add_bos_token": self.add_bos, "add_eos_token": self.add_eos}
