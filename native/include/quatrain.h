@@ -93,6 +93,61 @@ QT_API size_t qt_linear_backward_scratch_bytes(const qt_context *context, int32_
 QT_API int32_t qt_linear_backward(qt_context *context, int32_t dtype, void *dx, const void *x, const qt_linear *linears,
                            int64_t count, int64_t tokens, const qt_dropout *dropout, void *scratch, size_t scratch_bytes);
 
+/* Causal grouped-query attention over rows of a packed stream. cu_seqlens [rows + 1]; q, out [tokens, heads, dim];
+ * k, v [tokens, kv_heads, dim]; lse fp32 [tokens, heads]; window 0: none. All outputs =. dq may be dout. */
+typedef struct {
+  int64_t heads, kv_heads, dim, window;
+  float scale;
+} qt_attention;
+QT_API size_t qt_attention_forward_scratch_bytes(const qt_context *context, int32_t dtype, const qt_attention *shape,
+                                                 int64_t longest_row);
+QT_API int32_t qt_attention_forward(qt_context *context, int32_t dtype, void *out, float *lse, const void *q,
+                                    const void *k, const void *v, const int64_t *cu_seqlens, int64_t rows,
+                                    const qt_attention *shape, void *scratch, size_t scratch_bytes);
+QT_API size_t qt_attention_backward_scratch_bytes(const qt_context *context, int32_t dtype, const qt_attention *shape,
+                                                  int64_t longest_row);
+QT_API int32_t qt_attention_backward(qt_context *context, int32_t dtype, void *dq, void *dk, void *dv, const void *dout,
+                                     const void *out, const float *lse, const void *q, const void *k, const void *v,
+                                     const int64_t *cu_seqlens, int64_t rows, const qt_attention *shape, void *scratch,
+                                     size_t scratch_bytes);
+
+/* Row-wise ops. All outputs =, but dweight +=. */
+QT_API int32_t qt_rms_norm_forward(qt_context *context, int32_t dtype, void *out, float *rstd, const void *x,
+                                   const float *weight, float eps, int64_t rows, int64_t dim);
+QT_API int32_t qt_rms_norm_backward(qt_context *context, int32_t dtype, void *dx, float *dweight, const void *dout,
+                                    const void *x, const float *rstd, const float *weight, const void *residual,
+                                    int64_t rows, int64_t dim);
+QT_API int32_t qt_rope(qt_context *context, int32_t dtype, void *x, const float *cos, const float *sin, float sign,
+                       int64_t tokens, int64_t heads, int64_t dim, int64_t half);
+QT_API int32_t qt_swiglu_forward(qt_context *context, int32_t dtype, void *out, const void *gate, const void *up,
+                                 int64_t n);
+QT_API int32_t qt_swiglu_backward(qt_context *context, int32_t dtype, void *dgate, void *dup, const void *dout,
+                                  const void *gate, const void *up, int64_t n);
+QT_API int32_t qt_embedding(qt_context *context, int32_t dtype, void *out, const int64_t *ids, const void *table,
+                            int64_t rows, int64_t dim);
+
+/* Head and cross-entropy on `num_rows` rows: losses [num_rows] =, dhidden [tokens, hidden] = (NULL: losses only), the
+ * gradient of the sum of the losses. head [vocab, hidden]; logits: scratch, fp32 [chunk, vocab]. */
+QT_API size_t qt_head_loss_scratch_bytes(const qt_context *context, int32_t dtype, int64_t chunk, int64_t hidden,
+                                         int64_t vocab);
+QT_API int32_t qt_head_loss(qt_context *context, int32_t dtype, float *losses, void *dhidden, const void *hidden_states,
+                            const int64_t *rows, const int64_t *targets, int64_t num_rows, const void *head,
+                            int64_t tokens, int64_t hidden, int64_t vocab, float *logits, int64_t chunk, void *scratch,
+                            size_t scratch_bytes);
+
+/* Flat segments. *out = sum of squares (fp64); `partial` is scratch of qt_sum_squares_partials(n) doubles. */
+QT_API int64_t qt_sum_squares_partials(int64_t n);
+QT_API int32_t qt_sum_squares(qt_context *context, double *out, const float *grad, int64_t n, double *partial);
+/* One AdamW update in place; copy (bf16 [n] or NULL) gets the new parameters. See ops/adamw. */
+QT_API int32_t qt_adamw(qt_context *context, float *param, float *exp_avg, float *exp_avg_sq, void *copy,
+                        const float *grad, const double *scale, const uint8_t *skip, const double *lr,
+                        const int64_t *step, double beta1, double beta2, double eps, double weight_decay, int64_t n);
+
+/* NF4 of n contiguous values: codes [ceil(n / 2)], absmax [ceil(n / 64)] =; *finite = 0 if a value is not finite. */
+QT_API int32_t qt_nf4_quantize(qt_context *context, int32_t dtype, uint8_t *codes, float *absmax, int32_t *finite,
+                               const void *values, int64_t n);
+QT_API int32_t qt_nf4_dequantize(qt_context *context, int32_t dtype, void *out, const qt_weight *weight);
+
 #ifdef __cplusplus
 }
 #endif

@@ -85,6 +85,18 @@ bool bad_group(const qt_linear *linears, int64_t count, int64_t tokens, const qt
   return false;
 }
 
+bool bad_attention(const qt_attention *shape) {
+  return !shape || shape->kv_heads < 1 || shape->heads < 1 || shape->heads % shape->kv_heads || shape->dim < 1 ||
+         shape->window < 0;
+}
+
+bool bad_rows(const int64_t *cu_seqlens, int64_t rows) {
+  if (!cu_seqlens || rows < 1) return true;
+  for (int64_t i = 0; i < rows; ++i)
+    if (cu_seqlens[i + 1] < cu_seqlens[i]) return true;
+  return false;
+}
+
 }  // namespace
 
 extern "C" {
@@ -155,6 +167,128 @@ int32_t qt_linear_backward(qt_context *context, int32_t dtype, void *dx, const v
   const qt::Kernels *kernels = kernels_for(context, dtype);
   if (!kernels || !dx || !x || bad_group(linears, count, tokens, dropout)) return QT_BAD_ARGUMENT;
   return kernels->linear_backward(context->pool, dx, x, linears, count, tokens, dropout, scratch, scratch_bytes);
+}
+
+size_t qt_attention_forward_scratch_bytes(const qt_context *context, int32_t dtype, const qt_attention *shape,
+                                          int64_t longest_row) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || bad_attention(shape) || longest_row < 1) return 0;
+  return kernels->attention_forward_scratch(*shape, longest_row, context->pool.threads());
+}
+
+int32_t qt_attention_forward(qt_context *context, int32_t dtype, void *out, float *lse, const void *q, const void *k,
+                             const void *v, const int64_t *cu_seqlens, int64_t rows, const qt_attention *shape,
+                             void *scratch, size_t scratch_bytes) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || bad_attention(shape) || bad_rows(cu_seqlens, rows) || !out || !lse || !q || !k || !v) return QT_BAD_ARGUMENT;
+  return kernels->attention_forward(context->pool, out, lse, q, k, v, cu_seqlens, rows, *shape, scratch, scratch_bytes);
+}
+
+size_t qt_attention_backward_scratch_bytes(const qt_context *context, int32_t dtype, const qt_attention *shape,
+                                           int64_t longest_row) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || bad_attention(shape) || longest_row < 1) return 0;
+  return kernels->attention_backward_scratch(*shape, longest_row, context->pool.threads());
+}
+
+int32_t qt_attention_backward(qt_context *context, int32_t dtype, void *dq, void *dk, void *dv, const void *dout,
+                              const void *out, const float *lse, const void *q, const void *k, const void *v,
+                              const int64_t *cu_seqlens, int64_t rows, const qt_attention *shape, void *scratch,
+                              size_t scratch_bytes) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || bad_attention(shape) || bad_rows(cu_seqlens, rows)) return QT_BAD_ARGUMENT;
+  if (!dq || !dk || !dv || !dout || !out || !lse || !q || !k || !v) return QT_BAD_ARGUMENT;
+  return kernels->attention_backward(context->pool, dq, dk, dv, dout, out, lse, q, k, v, cu_seqlens, rows, *shape, scratch,
+                                     scratch_bytes);
+}
+
+int32_t qt_rms_norm_forward(qt_context *context, int32_t dtype, void *out, float *rstd, const void *x, const float *weight,
+                            float eps, int64_t rows, int64_t dim) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !out || !rstd || !x || !weight || rows < 0 || dim < 1) return QT_BAD_ARGUMENT;
+  return kernels->rms_norm_forward(context->pool, out, rstd, x, weight, eps, rows, dim);
+}
+
+int32_t qt_rms_norm_backward(qt_context *context, int32_t dtype, void *dx, float *dweight, const void *dout, const void *x,
+                             const float *rstd, const float *weight, const void *residual, int64_t rows, int64_t dim) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !dx || !dout || !x || !rstd || !weight || rows < 0 || dim < 1) return QT_BAD_ARGUMENT;
+  return kernels->rms_norm_backward(context->pool, dx, dweight, dout, x, rstd, weight, residual, rows, dim);
+}
+
+int32_t qt_rope(qt_context *context, int32_t dtype, void *x, const float *cos, const float *sin, float sign, int64_t tokens,
+                int64_t heads, int64_t dim, int64_t half) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !x || !cos || !sin || tokens < 0 || heads < 1 || half < 1 || 2 * half > dim) return QT_BAD_ARGUMENT;
+  return kernels->rope(context->pool, x, cos, sin, sign, tokens, heads, dim, half);
+}
+
+int32_t qt_swiglu_forward(qt_context *context, int32_t dtype, void *out, const void *gate, const void *up, int64_t n) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !out || !gate || !up || n < 0) return QT_BAD_ARGUMENT;
+  return kernels->swiglu_forward(context->pool, out, gate, up, n);
+}
+
+int32_t qt_swiglu_backward(qt_context *context, int32_t dtype, void *dgate, void *dup, const void *dout, const void *gate,
+                           const void *up, int64_t n) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !dgate || !dup || !dout || !gate || !up || n < 0) return QT_BAD_ARGUMENT;
+  return kernels->swiglu_backward(context->pool, dgate, dup, dout, gate, up, n);
+}
+
+int32_t qt_embedding(qt_context *context, int32_t dtype, void *out, const int64_t *ids, const void *table, int64_t rows,
+                     int64_t dim) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !out || !ids || !table || rows < 0 || dim < 1) return QT_BAD_ARGUMENT;
+  return kernels->embedding(context->pool, out, ids, table, rows, dim);
+}
+
+size_t qt_head_loss_scratch_bytes(const qt_context *context, int32_t dtype, int64_t chunk, int64_t hidden, int64_t vocab) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || chunk < 1 || hidden < 1 || vocab < 1) return 0;
+  return kernels->head_loss_scratch(chunk, hidden, vocab, context->pool.threads());
+}
+
+int32_t qt_head_loss(qt_context *context, int32_t dtype, float *losses, void *dhidden, const void *hidden_states,
+                     const int64_t *rows, const int64_t *targets, int64_t num_rows, const void *head, int64_t tokens,
+                     int64_t hidden, int64_t vocab, float *logits, int64_t chunk, void *scratch, size_t scratch_bytes) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !hidden_states || !head || !logits || num_rows < 0 || tokens < 1 || hidden < 1 || vocab < 1 || chunk < 1)
+    return QT_BAD_ARGUMENT;
+  if (num_rows > 0 && (!losses || !rows || !targets)) return QT_BAD_ARGUMENT;
+  return kernels->head_loss(context->pool, losses, dhidden, hidden_states, rows, targets, num_rows, head, tokens, hidden,
+                            vocab, logits, chunk, scratch, scratch_bytes);
+}
+
+int64_t qt_sum_squares_partials(int64_t n) { return n / qt::kSumPiece + 1; }
+
+int32_t qt_sum_squares(qt_context *context, double *out, const float *grad, int64_t n, double *partial) {
+  const qt::Kernels *kernels = kernels_for(context, QT_F32);
+  if (!kernels || !out || !grad || !partial || n < 0) return QT_BAD_ARGUMENT;
+  return kernels->sum_squares(context->pool, out, grad, n, partial);
+}
+
+int32_t qt_adamw(qt_context *context, float *param, float *exp_avg, float *exp_avg_sq, void *copy, const float *grad,
+                 const double *scale, const uint8_t *skip, const double *lr, const int64_t *step, double beta1, double beta2,
+                 double eps, double weight_decay, int64_t n) {
+  const qt::Kernels *kernels = kernels_for(context, QT_F32);
+  if (!kernels || !param || !exp_avg || !exp_avg_sq || !grad || !scale || !skip || !lr || !step || n < 0)
+    return QT_BAD_ARGUMENT;
+  return kernels->adamw(context->pool, param, exp_avg, exp_avg_sq, copy, grad, scale, skip, lr, step, beta1, beta2, eps,
+                        weight_decay, n);
+}
+
+int32_t qt_nf4_quantize(qt_context *context, int32_t dtype, uint8_t *codes, float *absmax, int32_t *finite,
+                        const void *values, int64_t n) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !codes || !absmax || !finite || !values || n < 1) return QT_BAD_ARGUMENT;
+  return kernels->nf4_quantize(context->pool, codes, absmax, finite, values, n);
+}
+
+int32_t qt_nf4_dequantize(qt_context *context, int32_t dtype, void *out, const qt_weight *weight) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !out || !weight || !weight->codes || weight->n < 1 || weight->k < 1) return QT_BAD_ARGUMENT;
+  return kernels->nf4_dequantize(context->pool, out, *weight);
 }
 
 }  // extern "C"

@@ -26,11 +26,14 @@ struct GemmF32 {
       for (int64_t r = 0; r < MR; ++r)
         for (int64_t i = 0; i < k; ++i) dst[i * MR + r] = sub + r < rows ? to_float(src[(sub + r) * ld + i]) : 0.0f;
   }
+  // Blocks whose reduction is longer (`total`) than the source's k end in zeros.
   template <class T>
-  static void pack_a_t(elem *dst, const T *src, int64_t ld, int64_t k, int64_t rows) {
-    for (int64_t sub = 0; sub < 32; sub += MR, dst += MR * k)
-      for (int64_t i = 0; i < k; ++i)
-        for (int64_t r = 0; r < MR; ++r) dst[i * MR + r] = sub + r < rows ? to_float(src[i * ld + sub + r]) : 0.0f;
+  static void pack_a_t(elem *dst, const T *src, int64_t ld, int64_t k, int64_t rows, int64_t total = 0) {
+    if (total < k) total = k;
+    for (int64_t sub = 0; sub < 32; sub += MR, dst += MR * total)
+      for (int64_t i = 0; i < total; ++i)
+        for (int64_t r = 0; r < MR; ++r)
+          dst[i * MR + r] = i < k && sub + r < rows ? to_float(src[i * ld + sub + r]) : 0.0f;
   }
   template <class T>
   static void pack_b_nt(elem *dst, const T *src, int64_t ld, int64_t cols, int64_t k, float scale = 1.0f) {
@@ -38,10 +41,10 @@ struct GemmF32 {
       for (int64_t i = 0; i < k; ++i) dst[i * 32 + n] = n < cols ? scale * to_float(src[n * ld + i]) : 0.0f;
   }
   template <class T>
-  static void pack_b_nn(elem *dst, const T *src, int64_t ld, int64_t k, int64_t cols) {
-    for (int64_t i = 0; i < k; ++i)
+  static void pack_b_nn(elem *dst, const T *src, int64_t ld, int64_t k, int64_t cols, int64_t total = 0) {
+    for (int64_t i = 0; i < (total < k ? k : total); ++i)
       for (int64_t n = 0; n < 32; n += kLanes)
-        store16(dst + i * 32 + n, n < cols ? load_part(src + i * ld + n, cols - n) : splat(0.0f));
+        store16(dst + i * 32 + n, i < k && n < cols ? load_part(src + i * ld + n, cols - n) : splat(0.0f));
   }
 
   // B blocks of an NF4 weight: rows n0 .. n0 + cols as columns (nt), or columns k0 .. k0 + cols over `rows` rows (nn).

@@ -83,10 +83,11 @@ struct TilePacking {
       for (int64_t r = 0; r < 32; ++r, dst += 32)
         _mm512_store_si512(dst, r < rows ? load32(src + r * ld + step, k - step) : _mm512_setzero_si512());
   }
+  // Blocks whose reduction is longer (`total`) than the source's k end in zeros.
   template <class T>
-  static void pack_a_t(elem *dst, const T *src, int64_t ld, int64_t k, int64_t rows) {
+  static void pack_a_t(elem *dst, const T *src, int64_t ld, int64_t k, int64_t rows, int64_t total = 0) {
     __m512i pairs[2][16];
-    for (int64_t step = 0; step < k; step += 32, dst += 1024) {
+    for (int64_t step = 0; step < (total < k ? k : total); step += 32, dst += 1024) {
       load_pairs(pairs, src, ld, step, k, rows);
       for (int tile = 0; tile < 2; ++tile) {
         transpose16(pairs[tile]);
@@ -108,9 +109,9 @@ struct TilePacking {
       }
   }
   template <class T>
-  static void pack_b_nn(elem *dst, const T *src, int64_t ld, int64_t k, int64_t cols) {
+  static void pack_b_nn(elem *dst, const T *src, int64_t ld, int64_t k, int64_t cols, int64_t total = 0) {
     __m512i pairs[2][16];
-    for (int64_t step = 0; step < k; step += 32, dst += 1024) {
+    for (int64_t step = 0; step < (total < k ? k : total); step += 32, dst += 1024) {
       load_pairs(pairs, src, ld, step, k, cols);
       for (int tile = 0; tile < 2; ++tile)
         for (int i = 0; i < 16; ++i) _mm512_store_si512(dst + tile * 512 + i * 32, pairs[tile][i]);
