@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +38,15 @@ def train_words(world: Path, out: Path, *more: str) -> list[str]:
 
 
 def test_train_says_what_it_does_and_leaves_a_complete_run(
-    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "a run"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     assert main(train_words(world, out, "--max-steps", "3", "--eval-every", "2", "--val-split", "0.25")) == 0
     said = capsys.readouterr().out
     for part in (
-        "llama, 2 layers",
+        "llama, 23,808 parameters, 2 layers",
         "CPU because torch",
         "q_proj      2 modules",
         "16 rows read, 16 used, 0 skipped",
@@ -60,6 +65,7 @@ def test_train_says_what_it_does_and_leaves_a_complete_run(
     assert record["options"]["max_steps"] == 3 and record["options"]["batch_size"] == 8
     assert record["plan"]["total_bytes"] > 0 and record["result"]["peak_memory_bytes"] > 0
     assert record["versions"]["quatrain"] and len(record["model_sha256"]) == len(record["data_sha256"]) == 64
+    assert list((tmp_path / "here").iterdir()) == []  # nothing is written where the user happens to be
     assert sorted(path.name for path in out.iterdir()) == ["adapter", "checkpoints", "metrics.jsonl", "run.json"]
     assert (out / "adapter" / "tokenizer.json").read_bytes() == (world / "model" / "tokenizer.json").read_bytes()
 
@@ -285,3 +291,21 @@ def test_the_template_that_was_trained_on_goes_with_the_adapter(world: Path, tmp
     assert it.tokenizer().chat_template == text
     assert (out / "adapter" / "tokenizer.json").read_bytes() == (world / "model" / "tokenizer.json").read_bytes()
     assert main(["chat", "--model", str(out), "hello", "--max-new-tokens", "2"]) == 0
+
+
+def test_ctrl_c_in_a_real_process(world: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = train_words(world, out, "--max-steps", "100000", "--batch-size", "2")
+    command = [sys.executable, "-m", "quatrain.cli", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("step 1/"):
+                break
+        process.send_signal(signal.SIGINT)
+        said, complained = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 130, complained
+    assert f"quatrain train --resume --out {out}" in said and "interrupted" in complained
+    steps = len((out / "metrics.jsonl").read_text().splitlines())
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
+    assert json.loads((out / "run.json").read_text())["result"]["ending"] == "interrupted"

@@ -55,6 +55,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def millions(number: float) -> str:
+    """`134.5 M`, or the plain number where that would show nothing."""
+    return f"{number / 1e6:,.1f} M" if number >= 1e5 else count(number)
+
+
 def megabytes(size: float) -> str:
     """`512.3 MB`, decimal."""
     return f"{size / 1e6:,.1f} MB"

@@ -45,7 +45,9 @@ def command(
     if not paths:
         raise ConfigError("no data file given", hint="quatrain eval --model MODEL FILE")
     it = open_for_use(model, adapter)
-    options = it.data_options({name: value for name, value in given.items() if name in DATA})
+    if useless := [name for name in _TRAINING_ONLY if name in given]:
+        raise ConfigError(f"{', '.join(useless)} has no meaning for eval: it takes every row of its files")
+    options = it.data_options({name: value for name, value in given.items() if name not in ENGINE})
     engine = build(InstructConfig, {**it.engine, **{name: value for name, value in given.items() if name in ENGINE}})
     rows = it.source.spec.vocab_size
     prepared = prepare(

@@ -35,7 +35,10 @@ class TerminalReporter(Reporter):
         self._print("warning", text, "bold red")
 
     def phase(self, text: str) -> None:
-        self.console.print(f"{text} …", style="dim")
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], description=f"{text} …")
+        else:
+            self.console.print(f"{text} …", style="dim")
 
     def prepared(self, preparation: Preparation) -> None:
         show.preparation(self.console, preparation)
@@ -52,7 +55,7 @@ class TerminalReporter(Reporter):
             BarColumn(bar_width=None),
             TextColumn("{task.description}"),
         )
-        self.bar = Progress(*columns, console=self.console, expand=True)
+        self.bar = Progress(*columns, console=self.console, expand=True, refresh_per_second=4)
         self.bar.start()
         self.bar.add_task("", total=total_steps, completed=step)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from quatrain.cli.console import block, columns, count, duration, megabytes, several
+from quatrain.cli.console import block, columns, count, duration, megabytes, millions, several
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from quatrain.checkpoint.source import ModelSource
     from quatrain.config import InstructConfig
     from quatrain.memory.plan import MemoryPlan
     from quatrain.train.batching import Batching
@@ -30,11 +32,12 @@ def preparation(console: Console, it: Preparation) -> None:
         block(console, "note", [note], "yellow")
 
 
-def model(console: Console, source: Any, config: InstructConfig) -> None:
+def model(console: Console, source: ModelSource, config: InstructConfig) -> None:
     """The model, how it is held, where it runs and why there."""
     from quatrain.engine.setup import resolve_compute_dtype
 
     spec = source.spec
+    parameters = sum(math.prod(info.shape) for info in source.inventory().values())
     held = (
         "as NF4" + (" with double quantisation" if config.double_quant else "")
         if config.quantize == "nf4"
@@ -45,8 +48,8 @@ def model(console: Console, source: Any, config: InstructConfig) -> None:
         console,
         "model",
         [
-            f"{source.name}: {spec.family}, {spec.num_layers} layers, hidden size {spec.hidden_size}, "
-            f"vocabulary {count(spec.vocab_size)}",
+            f"{source.name}: {spec.family}, {millions(parameters)} parameters, {spec.num_layers} layers, "
+            f"hidden size {spec.hidden_size}, vocabulary {count(spec.vocab_size)}",
             f"linears {held}, computing in {dtype} on {device_reason(config)}",
             *source.notes,
         ],
@@ -76,7 +79,7 @@ def modules(console: Console, it: Preparation) -> None:
     rows = [
         [name, f"{number} modules", f"{count(parameters)} parameters"] for name, (number, parameters) in found.items()
     ]
-    rows.append(["all", f"{sum(n for n, _ in found.values())} modules", f"{count(total)} parameters"])
+    rows.append(["all", f"{sum(n for n, _ in found.values())} modules", f"{count(total)} parameters to train"])
     block(console, "adapters", [f"rank {config.lora_rank}, {scale}", *columns(rows)])
     if config.lora_rank > min(min(it.source.spec.linear_shape(name)) for name in found):
         block(

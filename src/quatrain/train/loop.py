@@ -172,6 +172,7 @@ class TrainingLoop:
         step = self.progress.step
         if step == self.progress.evaluated_step or not self.validation or not self._is_due(self.options.eval_every):
             return False
+        self.reporter.phase(f"evaluating {len(self.validation)} rows")
         result = self.pipeline.evaluate(self.validation)
         improved = self.best.update(step, result.avg_loss)
         self.metrics.append({"step": step, "eval_loss": result.avg_loss, "eval_perplexity": result.perplexity})

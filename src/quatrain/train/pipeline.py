@@ -239,7 +239,8 @@ class InstructPipeline:
 
         save_adapter(
             folder, self.adapters.named(), self.config, num_layers=self.spec.num_layers, base_name=self.source.name,
-            base_fingerprint=self.source.fingerprint(), files=self.tokenizer.files_to_save() if self.tokenizer else None,
+            base_fingerprint=self.source.fingerprint(),
+            files=self.tokenizer.files_to_save() if self.tokenizer else None,
         )  # fmt: skip
 
     def load_adapter(self, folder: str | Path, *, any_base: bool = False) -> list[str]:
