@@ -356,6 +356,26 @@ def test_ids_equal_transformers(tmp_path: Path, scheme: str, messages: list[dict
     assert render_chat(messages, tokenizer).ids == expected
 
 
+def test_layout_of_a_template_file_means_what_it_does_in_transformers(tmp_path: Path) -> None:
+    template = """{{ bos_token }}
+    {%- for m in messages %}
+        {% if loop.index > 3 %}
+            {%- break %}
+        {% endif %}
+        {% if m.role == 'user' %}
+    [{{ m.role | tojson }}: {{ {"é": m.content} | tojson }}]
+        {% else %}
+    {{ m.content }}{{ eos_token }}
+        {% endif %}
+    {% endfor %}
+end
+"""
+    tokenizer = byte_level(("<s>", "</s>"), bos="<s>", eos="</s>", template=template)
+    messages = chat("é <b> & 'x'", "one", "two")
+    expected = _hf(tokenizer, tmp_path).apply_chat_template(messages, tokenize=False)
+    assert render_chat(messages, tokenizer).text == expected
+
+
 @pytest.mark.parametrize("messages", HF_CHATS)
 def test_ids_equal_transformers_on_smollm(tmp_path: Path, smollm: Tokenizer, messages: list[dict[str, str]]) -> None:
     hf = _hf(smollm, tmp_path)
