@@ -1,4 +1,4 @@
-"""Cases C7, D4, E4, N2, N4, Q5: split, order, packs and steps."""
+"""Cases D4, N2, Q5: split, order and packs. Steps are counted in `train.batching` and tested there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quatrain.config import DataOptions
 from quatrain.data.order import epoch_order, generator, split
-from quatrain.data.pack import groups, pack, steps_per_epoch, total_steps
+from quatrain.data.pack import pack
 from quatrain.data.pipeline import examine, prepare
 from quatrain.data.row import Row
 from quatrain.errors import DataError
@@ -25,11 +25,10 @@ def row(length: int) -> Row:
     return Row.from_pair([1], [2] * (length - 1))
 
 
-def test_d4_packs_and_steps() -> None:
+def test_d4_packs() -> None:
     packs = pack([row(100)] * 10, 256)
     assert [len(rows) for rows in packs] == [2] * 5
     assert len(pack([row(128)] * 4, 256)) == 2  # a pack may be full to the last token
-    assert total_steps(len(packs), micro_batch=1, accumulation=1, epochs=2) == 10
 
 
 @given(st.lists(st.integers(2, 50)), st.integers(50, 120))
@@ -43,20 +42,6 @@ def test_d4_no_row_is_lost_split_or_moved(lengths: list[int], capacity: int) -> 
 def test_a_row_longer_than_a_pack_is_named() -> None:
     with pytest.raises(DataError, match=r"rows\.jsonl:7: 11 tokens do not fit a pack of 10"):
         pack([Row.from_pair([1], [2] * 10, "rows.jsonl:7")], 10)
-
-
-def test_e4_partial_groups_count() -> None:
-    micro_batches = groups(list(range(100)), 3)
-    assert len(micro_batches) == 34 and micro_batches[-1] == [99]
-    assert steps_per_epoch(34, accumulation=4) == 9
-    assert total_steps(100, micro_batch=3, accumulation=4, epochs=2) == 18
-
-
-def test_c7_steps_are_counted_from_used_rows(tmp_path: Path) -> None:
-    rows = [{"instruction": "i", "output": "" if i % 10 == 0 else "o"} for i in range(100)]
-    report = prepare([write_jsonl(tmp_path / "rows.jsonl", *rows)], DataOptions(), byte_level()).report
-    assert (report.read, report.used) == (100, 90)
-    assert total_steps(report.used, micro_batch=9, accumulation=1, epochs=1) == 10
 
 
 def test_n2_the_order_is_a_function_of_seed_and_epoch() -> None:

@@ -17,7 +17,7 @@ from quatrain.data.encode import label
 from quatrain.data.outcome import RowError
 from quatrain.data.pipeline import prepare
 from quatrain.data.records import Message
-from quatrain.data.render import ChatRenderer, RenderedChat, render_chat
+from quatrain.data.render import ChatRenderer, RenderedChat, end_token_ids, render_chat
 from quatrain.data.templates import BUILT_INS, ChosenTemplate, choose_template
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.errors import DataError
@@ -70,6 +70,12 @@ def test_b3_the_end_token_is_learned() -> None:
     rendered = render_chat(chat("colour?", "blue", "sure?", "blue"), tokenizer)
     assert learned(tokenizer, rendered) == ["blue<|im_end|>", "blue<|im_end|>"]
     assert [rendered.ids[span.end - 1] for span in rendered.spans] == [tokenizer.eos_id] * 2
+
+
+def test_b3_answers_end_at_the_template_s_token_and_at_eos() -> None:
+    tokenizer = byte_level(("<|im_start|>", "<|im_end|>", "</s>"), eos="</s>")
+    assert end_token_ids(tokenizer) == (tokenizer.token_id("<|im_end|>"), tokenizer.eos_id)
+    assert end_token_ids(byte_level()) == (byte_level().eos_id,)
 
 
 def test_b3_eos_closes_a_template_without_an_end_token() -> None:

@@ -1,4 +1,4 @@
-"""Rows into micro-batches by token budget, and how many steps that makes.
+"""Rows into packs by token budget.
 
 A pack is a list of whole rows; attention is isolated per row, so what shares a pack does not matter to the numbers.
 """
@@ -6,12 +6,9 @@ A pack is a list of whole rows; attention is isolated per row, so what shares a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from quatrain.data.row import Row
 from quatrain.errors import DataError
-
-T = TypeVar("T")
 
 
 def pack(rows: Sequence[Row], capacity: int) -> list[list[Row]]:
@@ -34,18 +31,3 @@ def pack(rows: Sequence[Row], capacity: int) -> list[list[Row]]:
         packs[-1].append(row)
         room -= len(row)
     return packs
-
-
-def groups(items: Sequence[T], size: int) -> list[list[T]]:
-    """`items` in consecutive groups of `size`; the last one may be smaller."""
-    return [list(items[begin : begin + size]) for begin in range(0, len(items), size)]
-
-
-def steps_per_epoch(num_micro_batches: int, accumulation: int) -> int:
-    """Optimizer steps of an epoch: the last group of micro-batches may be partial, and counts."""
-    return -(-num_micro_batches // accumulation)
-
-
-def total_steps(num_rows: int, micro_batch: int, accumulation: int, epochs: int) -> int:
-    """Optimizer steps of a run over `num_rows` used rows (or packs) in micro-batches of `micro_batch` of them."""
-    return steps_per_epoch(-(-num_rows // micro_batch), accumulation) * epochs

@@ -64,6 +64,13 @@ def render_chat(
     return ChatRenderer(tokenizer, template).render(turns, tools, add_generation_prompt)
 
 
+def end_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end an answer in a chat: what the tokenizer's template writes behind one, and EOS."""
+    renderer = ChatRenderer(tokenizer, choose_template(tokenizer))
+    ids = (tokenizer.token_id(token) for token in renderer.traits.end_tokens)
+    return tuple(token_id for token_id in ids if token_id is not None)
+
+
 @dataclass
 class _Marked:
     """Messages with sentinels for their texts; `owner[slot]` is the message that a slot's text belongs to."""

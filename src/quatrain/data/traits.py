@@ -41,11 +41,15 @@ class TemplateTraits:
         longest_first = sorted(self._tokenizer.added_tokens, key=len, reverse=True)
         return next((token for token in longest_first if behind.startswith(token)), None)
 
+    @property
+    def end_tokens(self) -> list[str]:
+        """Tokens that end an assistant turn: the template's, and EOS."""
+        return [token for token in dict.fromkeys((self.written_end, self._tokenizer.eos_token)) if token]
+
     @cached_property
     def ends(self) -> re.Pattern[str] | None:
-        """Matches a token that ends an assistant turn: the template's, or EOS."""
-        tokens = [token for token in (self.written_end, self._tokenizer.eos_token) if token]
-        return re.compile("|".join(map(re.escape, tokens))) if tokens else None
+        """Matches a token that ends an assistant turn."""
+        return re.compile("|".join(map(re.escape, self.end_tokens))) if self.end_tokens else None
 
     @cached_property
     def lead(self) -> str:
