@@ -73,13 +73,13 @@ def test_the_chain_of_causes_and_the_hint(capsys: pytest.CaptureFixture[str]) ->
         try:
             raise OSError("disk on fire")
         except OSError as cause:
-            raise PlanError("cannot go on", hint="put it out") from cause
+            raise PlanError("cannot go on", hint="try water") from cause
     except PlanError as error:
         assert errors.report(error, debug=False) == 4
     assert capsys.readouterr().err.splitlines() == [
         "error: cannot go on",
         "cause: OSError: disk on fire",
-        "try: put it out",
+        "try: water",
     ]
 
 

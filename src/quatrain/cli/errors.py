@@ -45,7 +45,7 @@ def _print(message: str, causes: list[str], hint: str | None) -> None:
     lines = [_label("error:", 31) + " " + _one_line(first), *rest]
     lines += [_label("cause:", 33) + " " + _one_line(cause) for cause in causes]
     if hint:
-        lines.append(_label("try:", 32) + " " + _one_line(hint))
+        lines.append(_label("try:", 32) + " " + _one_line(hint).removeprefix("try "))
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 

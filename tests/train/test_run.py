@@ -1,0 +1,71 @@
+"""A whole run in Python on a tiny model: what is logged, what is refused, what counts as a success."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import write_rows, write_tiny_model
+from train.standin import Recorder
+
+from quatrain.errors import QuatrainError
+from quatrain.train.run import _require_changed, train
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_tiny_model(folder / "model")
+    write_rows(folder / "rows.jsonl", 8)
+    return folder
+
+
+def run(world: Path, out: Path, **more: Any) -> list[dict[str, Any]]:
+    given = {"model": str(world / "model"), "data": str(world / "rows.jsonl"), "out": str(out), "lora_rank": 4}
+    train({**given, "compute_dtype": "fp32", "max_seq_len": 64, "schedule": "constant", **more}, Recorder())
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_logged_loss_and_norm_do_not_depend_on_accumulation(world: Path, tmp_path: Path) -> None:
+    runs = [
+        run(world, tmp_path / str(accumulation), max_steps=2, batch_size=8 // accumulation, accumulation=accumulation)
+        for accumulation in (1, 2, 8)
+    ]
+    for other in runs[1:]:
+        for line, want in zip(other, runs[0], strict=True):
+            assert line["response_tokens"] == want["response_tokens"] and line["tokens"] == want["tokens"]
+            # fp32 sums in another order: a few ULP, far below what a factor of the accumulation would be.
+            assert line["loss"] == pytest.approx(want["loss"], rel=1e-5)
+            assert line["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+
+
+def test_every_adapter_learns_when_accumulating(world: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    run(world, tmp_path / "out", max_steps=1, batch_size=2, accumulation=4)
+    adapter = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
+    norms = [tensor.norm().item() for name, tensor in adapter.items() if ".lora_B." in name]
+    assert len(norms) == 14 and all(norms)
+
+
+def test_a_run_that_changed_nothing_is_not_a_success() -> None:
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_B.weight"
+    state = {f"master.{name.format(0)}": torch.ones(2), f"exp_avg.{name.format(1)}": torch.zeros(2)}
+    _require_changed(SimpleNamespace(state=lambda: state))  # type: ignore[arg-type]
+    state[f"master.{name.format(1)}"] = torch.zeros(2)
+    with pytest.raises(QuatrainError, match=r"1 adapters did not change at all, first .*layers\.1\.self_attn\.q_proj"):
+        _require_changed(SimpleNamespace(state=lambda: state))  # type: ignore[arg-type]
+
+
+def test_a_failed_run_says_so_in_its_record(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise QuatrainError("no")
+
+    monkeypatch.setattr("quatrain.train.pipeline.InstructPipeline.train_micro_batches", broken)
+    with pytest.raises(QuatrainError, match=r"^no$"):
+        run(world, tmp_path / "out", max_steps=1)
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["result"]["ending"] == "failed"
