@@ -41,7 +41,7 @@ def greedy_without_cache(decoder: Decoder, prompt: list[int], count: int) -> lis
 
 
 def decoder_of(pipeline: InstructPipeline) -> Decoder:
-    return Decoder(pipeline.engine.params, pipeline.engine.ops)
+    return Decoder(pipeline.engine.params, pipeline.layout.backend)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ slot.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +16,9 @@ from quatrain.engine.inputs import input_slots
 from quatrain.memory.plan import Held, MemoryPlan, Slot
 from quatrain.model.adapters import match_targets, norm_sizes
 from quatrain.model.spec import LINEARS, ModelSpec
-from quatrain.model.workspace import intermediate_slots, scratch_slots
-from quatrain.ops.attention.reference import SCORE_BYTES
+from quatrain.model.workspace import intermediate_slots, op_sizes, scratch_slots
 from quatrain.ops.nf4 import BLOCK, NESTED_BLOCK
-from quatrain.ops.rows import CHUNK
+from quatrain.ops.select import Backend
 
 LOGITS_BYTES = 32 << 20
 """The chunk of the head's logits stays near this size: large enough for an efficient product, small beside the
@@ -35,6 +33,7 @@ class Layout:
     first_kept: int
     head_chunk: int
     compute_dtype: torch.dtype
+    backend: Backend
     plan: MemoryPlan
 
     @property
@@ -47,6 +46,7 @@ def lay_out(
     spec: ModelSpec,
     config: InstructConfig,
     compute_dtype: torch.dtype,
+    backend: Backend,
     budget: int,
     baseline: int,
     nf4_nested: bool | None,
@@ -57,14 +57,17 @@ def lay_out(
     NF4 with or without nested statistics, or None for the compute dtype."""
     wide = torch.promote_types(compute_dtype, torch.float32)
     tokens = config.capacity
+    head_chunk = max(16, min(1024, tokens, LOGITS_BYTES // (spec.vocab_size * wide.itemsize)))
+    sizes = op_sizes(
+        spec, tokens=tokens, longest_row=min(config.max_seq_len, tokens), rank=config.lora_rank,
+        quantised=nf4_nested is not None, dropout=config.lora_dropout > 0, head_chunk=head_chunk, dtype=compute_dtype,
+    )  # fmt: skip
     held = [
         Held("process", "python and libraries", baseline),
         *_weights(spec, compute_dtype, wide, nf4_nested),
         *_adapters(spec, config, compute_dtype, wide),
-        Held("temporaries", "largest op", _temporaries(spec, config, compute_dtype, wide)),
+        Held("temporaries", "largest op", backend.temporary_bytes(sizes)),
     ]
-    head_chunk = max(16, min(1024, tokens, LOGITS_BYTES // (spec.vocab_size * wide.itemsize)))
-    dense = max(math.prod(spec.linear_shape(name)) for name in LINEARS) if nf4_nested is not None else 0
     ranks = [_ranks(spec, config, layer) for layer in range(spec.num_layers)]
     widest = {name: config.lora_rank for layer in ranks for name in layer}
     slots = [
@@ -78,7 +81,7 @@ def lay_out(
         *[Slot("step", f"d_hidden.{i}", (tokens, spec.hidden_size), compute_dtype) for i in range(2)],
         *intermediate_slots(spec, widest, tokens, compute_dtype, wide, "workspace", "shared"),
         *scratch_slots(spec, tokens, compute_dtype, "workspace", "scratch"),
-        Slot("scratch", "dense weight", (dense,), compute_dtype),
+        Slot("scratch", "op scratch", (backend.scratch_bytes(sizes),), torch.uint8),
         Slot("scratch", "logits", (head_chunk, spec.vocab_size), wide),
     ]
     kept = [
@@ -91,7 +94,7 @@ def lay_out(
     slots += [slot for block in kept[first_kept:] for slot in block]
     plan = MemoryPlan(tuple(slots), tuple(held))
     plan.require(budget)
-    return Layout(tokens, first_kept, head_chunk, compute_dtype, plan)
+    return Layout(tokens, first_kept, head_chunk, compute_dtype, backend, plan)
 
 
 def _first_kept(config: InstructConfig, kept_bytes: list[int], room: int) -> int:
@@ -150,17 +153,3 @@ def _adapters(spec: ModelSpec, config: InstructConfig, compute: torch.dtype, wid
         Held("adapters", "moments", 2 * total * wide.itemsize),
         *([Held("adapters", "compute copies", copies * compute.itemsize)] if copies else []),
     ]
-
-
-def _temporaries(spec: ModelSpec, config: InstructConfig, compute: torch.dtype, wide: torch.dtype) -> int:
-    """The most that one reference op allocates while it runs (each formula counts the tensors alive at its peak)."""
-    w, c = wide.itemsize, compute.itemsize
-    longest_k = max(spec.linear_shape(name)[1] for name in LINEARS)
-    longest_n = max(spec.linear_shape(name)[0] for name in LINEARS)
-    kv, heads = spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
-    scores = max(SCORE_BYTES, 16 * spec.num_heads * config.max_seq_len * 4) * w // 4
-    attention = 3 * scores + (4 * config.max_seq_len * kv + 4 * CHUNK * heads) * w
-    adapters = CHUNK * (longest_n + 3 * longest_k) * w + config.lora_rank * (longest_n + longest_k) * w
-    swiglu = 7 * CHUNK * spec.intermediate_size * w
-    head = 2 * LOGITS_BYTES * c // w if c < w else 0
-    return max(attention, adapters, swiglu, head)

@@ -11,6 +11,7 @@ from quatrain.config import InstructConfig
 from quatrain.engine.layout import Layout, lay_out
 from quatrain.errors import ConfigError
 from quatrain.memory.process import available_bytes, resident_bytes
+from quatrain.ops.select import select_backend
 
 if TYPE_CHECKING:
     from quatrain.model.spec import ModelSpec
@@ -62,6 +63,6 @@ def choose_layout(spec: ModelSpec, config: InstructConfig, stored_nf4_nested: bo
         nested: bool | None = stored_nf4_nested
     else:
         nested = config.double_quant if config.quantize == "nf4" else None
-    resolve_device(config)
+    backend = select_backend(resolve_device(config))
     dtype = resolve_compute_dtype(config)
-    return lay_out(spec, config, dtype, memory_budget(config), resident_bytes(), nested)
+    return lay_out(spec, config, dtype, backend, memory_budget(config), resident_bytes(), nested)

@@ -23,7 +23,7 @@ from quatrain.model.params import ModelParams
 from quatrain.model.rope import inverse_frequencies
 from quatrain.model.workspace import BackwardScratch, Intermediates, backward_scratch, intermediates
 from quatrain.ops.dropout import Dropout
-from quatrain.ops.select import Ops
+from quatrain.ops.select import Backend
 from quatrain.optim.optimizer import Optimizer
 from quatrain.optim.state import StepState
 from quatrain.profile.spans import Profiler
@@ -40,14 +40,14 @@ class StepEngine:
         adapters: AdapterSet,
         config: InstructConfig,
         layout: Layout,
-        ops: Ops,
+        backend: Backend,
         profiler: Profiler,
         device: torch.device | str = "cpu",
     ) -> None:
         self.params, self.adapters, self.config, self.layout = params, adapters, config, layout
         self.profiler = profiler
-        self.ops = profiler.timed(ops)
         self.arena = Arena(layout.plan.slots, device)
+        self.ops = profiler.timed(backend.bind(self.arena["op scratch"]))
         self.state = StepState.create(len(adapters.segments), device)
         self.optimizer = Optimizer(adapters, config, self.ops, self.state)
         self._num_layers = params.spec.num_layers
@@ -131,7 +131,7 @@ class StepEngine:
             keys = arena["dropout_keys"][:n]
             self.ops.dropout_keys(keys, arena["row_ids"][:n], positions, self.state.step, self.config.seed)
             dropout = Dropout(self.config.lora_dropout, keys)
-        return Stream(self.ops, spec, batch.cu_seqlens, cos, sin, dropout, arena["dense weight"])
+        return Stream(self.ops, spec, batch.cu_seqlens, cos, sin, dropout)
 
     def _forward(self, stream: Stream, tokens: int, training: bool) -> None:
         """Fills hidden.0 .. hidden.L and `final`."""

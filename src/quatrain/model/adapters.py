@@ -79,7 +79,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        return self.lora.stop - self.lora.start + self.norms.stop - self.norms.start
+        return int(self.lora.stop - self.lora.start + self.norms.stop - self.norms.start)
 
 
 @dataclass(frozen=True)

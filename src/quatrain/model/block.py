@@ -32,7 +32,6 @@ class Stream:
     cos: torch.Tensor  # [T, rotary_dim / 2]
     sin: torch.Tensor  # [T, rotary_dim / 2]
     dropout: Dropout | None
-    dense: torch.Tensor  # flat scratch for one dequantised weight
 
     @property
     def attention_scale(self) -> float:
@@ -44,8 +43,7 @@ def block_forward(
 ) -> None:
     """out [T, H] = the block of x [T, H]; fills `saved`. `out` must not be `x`."""
     _up_to_activation(x, saved, block, s, window)
-    _linear(s, [out], saved, saved.act, block, ["down_proj"])
-    out += saved.mid
+    _linear(s, [out], saved, saved.act, block, ["down_proj"], residual=saved.mid)
 
 
 def block_recompute(x: torch.Tensor, saved: Intermediates, block: BlockParams, s: Stream, window: int | None) -> None:
@@ -115,18 +113,23 @@ def _up_to_activation(x: torch.Tensor, saved: Intermediates, block: BlockParams,
     ops.rope_forward(saved.q, s.cos, s.sin)
     ops.rope_forward(saved.k, s.cos, s.sin)
     ops.attention_forward(saved.attn, saved.lse, saved.q, saved.k, saved.v, s.cu_seqlens, s.attention_scale, window)
-    _linear(s, [saved.mid], saved, saved.attn, block, ["o_proj"])
-    saved.mid += x
+    _linear(s, [saved.mid], saved, saved.attn, block, ["o_proj"], residual=x)
     ops.rms_norm_forward(saved.post_normed, saved.post_rstd, saved.mid, block.post_norm, spec.rms_norm_eps)
     _linear(s, [saved.gate, saved.up], saved, saved.post_normed, block, ["gate_proj", "up_proj"])
     ops.swiglu_forward(saved.act, saved.gate, saved.up)
 
 
 def _linear(
-    s: Stream, outs: list[torch.Tensor], saved: Intermediates, x: torch.Tensor, block: BlockParams, names: list[str]
+    s: Stream,
+    outs: list[torch.Tensor],
+    saved: Intermediates,
+    x: torch.Tensor,
+    block: BlockParams,
+    names: list[str],
+    residual: torch.Tensor | None = None,
 ) -> None:
     linears, us = [block.linears[n] for n in names], [saved.u.get(n) for n in names]
-    s.ops.linear_lora_forward([_rows(o) for o in outs], us, _rows(x), linears, s.dropout, s.dense)
+    s.ops.linear_lora_forward([_rows(o) for o in outs], us, _rows(x), linears, s.dropout, residual=residual)
 
 
 def _linear_backward(
@@ -139,7 +142,7 @@ def _linear_backward(
     names: list[str],
 ) -> None:
     linears, us = [block.linears[n] for n in names], [saved.u.get(n) for n in names]
-    s.ops.linear_lora_backward(_rows(d_x), [_rows(d) for d in d_outs], _rows(x), us, linears, s.dropout, s.dense)
+    s.ops.linear_lora_backward(_rows(d_x), [_rows(d) for d in d_outs], _rows(x), us, linears, s.dropout)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

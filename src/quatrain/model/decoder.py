@@ -9,10 +9,9 @@ last ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -21,11 +20,11 @@ from quatrain.memory.plan import Slot
 from quatrain.model.block import Stream, block_forward
 from quatrain.model.params import ModelParams
 from quatrain.model.rope import inverse_frequencies
-from quatrain.model.spec import LINEARS, ModelSpec
-from quatrain.model.workspace import intermediate_slots, intermediates
+from quatrain.model.spec import ModelSpec
+from quatrain.model.workspace import intermediate_slots, intermediates, op_sizes
 from quatrain.ops.attention.cached import cached_attention_forward
 from quatrain.ops.nf4 import Nf4Tensor
-from quatrain.ops.select import Ops
+from quatrain.ops.select import Backend, Ops
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into streams of about this many tokens."""
@@ -48,8 +47,8 @@ def cache_bytes(params: ModelParams, tokens: int) -> int:
 class Decoder:
     """The cache of a group of rows, and the forward that fills and reads it. Dropout is never on."""
 
-    def __init__(self, params: ModelParams, ops: Ops) -> None:
-        self.params, self._ops = params, ops
+    def __init__(self, params: ModelParams, backend: Backend) -> None:
+        self.params, self._backend = params, backend
         self._spec, self._dtype = params.spec, params.embed.dtype
         self._wide = torch.promote_types(self._dtype, torch.float32)
         self._rows: list[list[int]] = []
@@ -75,7 +74,7 @@ class Decoder:
         lengths = torch.tensor([len(row) for row in self._rows])
         ids, places = torch.tensor(tokens), torch.arange(len(tokens))
 
-        def attention(layer: int) -> Attention:
+        def attention(layer: int, _: Ops) -> Attention:
             keys, values = self._keys[layer], self._values[layer]
 
             def attend(
@@ -110,14 +109,14 @@ class Decoder:
         ids = torch.tensor([token for row in rows for token in row])
         positions = torch.cat([torch.arange(len(row)) for row in rows])
 
-        def attention(layer: int) -> Attention:
+        def attention(layer: int, ops: Ops) -> Attention:
             def attend(
                 out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object
             ) -> None:
                 for i, a, b in zip(part, bounds[:-1], bounds[1:], strict=True):
                     self._keys[layer][i, : b - a] = k[a:b]
                     self._values[layer][i, : b - a] = v[a:b]
-                self._ops.attention_forward(out, lse, q, k, v, *rest)
+                ops.attention_forward(out, lse, q, k, v, *rest)
 
             return attend
 
@@ -125,18 +124,19 @@ class Decoder:
         return self._logits(hidden[[end - 1 for end in bounds[1:]]])
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, bounds: list[int], attention: Callable[[int], Attention]
+        self, ids: torch.Tensor, positions: torch.Tensor, bounds: list[int], attention: Callable[[int, Ops], Attention]
     ) -> torch.Tensor:
-        """The final norm's output [T, H] of the stream; `attention(layer)` takes the place of the op."""
-        params, spec, ops, tokens = self.params, self._spec, self._ops, len(ids)
-        arena = Arena(self._slots(tokens))
+        """The final norm's output [T, H] of the stream; `attention(layer, ops)` takes the place of the op."""
+        params, spec, tokens = self.params, self._spec, len(ids)
+        arena = Arena(self._slots(tokens, max(end - start for start, end in pairwise(bounds))))
+        ops = self._backend.bind(arena["op scratch"])
         x, out, final = arena["x"], arena["out"], arena["final"]
-        stream = Stream(ops, spec, bounds, arena["cos"], arena["sin"], None, arena["dense weight"])
+        stream = Stream(ops, spec, bounds, arena["cos"], arena["sin"], None)
         self._rope_tables(stream, positions)
         ops.embedding_forward(x, ids, params.embed)
         saved = intermediates(arena, "generate", tokens, spec)
         for layer, block in enumerate(params.blocks):
-            with_cache = replace(stream, ops=replace(ops, attention_forward=attention(layer)))
+            with_cache = replace(stream, ops=replace(ops, attention_forward=attention(layer, ops)))
             block_forward(out, x, saved, block, with_cache, spec.windows[layer])
             arena.release(saved.tensors())
             x, out = out, x
@@ -146,30 +146,33 @@ class Decoder:
     def _rope_tables(self, s: Stream, positions: torch.Tensor) -> None:
         """cos and sin of the stream. Dynamic frequencies go by each row's length; cached steps are all below the length
         where that begins to matter."""
-        for start, end in zip(s.cu_seqlens[:-1], s.cu_seqlens[1:], strict=True):
+        for start, end in pairwise(s.cu_seqlens):
             inv_freq, scaling = inverse_frequencies(self._spec.rope, end - start)
             part = slice(start, end)
-            self._ops.rope_tables(s.cos[part], s.sin[part], positions[part], inv_freq, scaling)
+            s.ops.rope_tables(s.cos[part], s.sin[part], positions[part], inv_freq, scaling)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return (hidden @ self.params.head.T).to(self._wide)
 
-    def _slots(self, tokens: int) -> list[Slot]:
+    def _slots(self, tokens: int, longest_row: int) -> list[Slot]:
         spec, dtype, wide = self._spec, self._dtype, self._wide
         linears = [linear for block in self.params.blocks for linear in block.linears.values()]
-        quantised = any(isinstance(linear.weight, Nf4Tensor) for linear in linears)
-        dense = max(math.prod(spec.linear_shape(name)) for name in LINEARS) if quantised else 0
         ranks = {
             name: linear.lora.rank
             for block in self.params.blocks
             for name, linear in block.linears.items()
             if linear.lora is not None
         }
+        sizes = op_sizes(
+            spec, tokens=tokens, longest_row=longest_row, rank=max(ranks.values(), default=0),
+            quantised=any(isinstance(linear.weight, Nf4Tensor) for linear in linears), dropout=False, head_chunk=1,
+            dtype=dtype,
+        )  # fmt: skip
         return [
             *[Slot("generate", name, (tokens, spec.hidden_size), dtype) for name in ("x", "out", "final")],
             Slot("generate", "final_rstd", (tokens,), wide),
             *[Slot("generate", name, (tokens, spec.rope.rotary_dim // 2), wide) for name in ("cos", "sin")],
-            Slot("generate", "dense weight", (dense,), dtype),
+            Slot("generate", "op scratch", (self._backend.scratch_bytes(sizes),), torch.uint8),
             *intermediate_slots(spec, ranks, tokens, dtype, wide, "generate", "generate"),
         ]
 

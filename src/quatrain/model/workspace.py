@@ -14,6 +14,7 @@ import torch
 from quatrain.memory.arena import Arena
 from quatrain.memory.plan import Slot
 from quatrain.model.spec import LINEARS, ModelSpec
+from quatrain.ops.select import Sizes
 
 ALWAYS = ("normed", "rstd", "q", "k", "v", "attn", "lse", "mid", "post_normed", "post_rstd", "gate", "up", "act")
 """The intermediates that every family has."""
@@ -130,3 +131,40 @@ def backward_scratch(slots: Arena, prefix: str, tokens: int) -> BackwardScratch:
     """`BackwardScratch` over the first `tokens` rows of the slots made by `scratch_slots`."""
     names = ("d_normed", "d_mid", "d_q", "d_k", "d_v", "d_act")
     return BackwardScratch(**{name: slots[f"{prefix}.{name}"][:tokens] for name in names})
+
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+"""The linears of a block that share an input, and go through the op in one call."""
+
+
+def op_sizes(
+    spec: ModelSpec,
+    *,
+    tokens: int,
+    longest_row: int,
+    rank: int,
+    quantised: bool,
+    dropout: bool,
+    head_chunk: int,
+    dtype: torch.dtype,
+) -> Sizes:
+    """The largest sizes that any op is called with for this model."""
+    return Sizes(
+        tokens=tokens,
+        longest_row=longest_row,
+        hidden=spec.hidden_size,
+        intermediate=spec.intermediate_size,
+        vocab=spec.vocab_size,
+        heads=spec.num_heads,
+        kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        groups=tuple(
+            (spec.linear_shape(group[0])[1], tuple(spec.linear_shape(name)[0] for name in group)) for group in GROUPS
+        ),
+        rank=rank,
+        quantised=quantised,
+        dropout=dropout,
+        head_chunk=head_chunk,
+        dtype=dtype,
+        wide=torch.promote_types(dtype, torch.float32),
+    )

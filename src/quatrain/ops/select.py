@@ -1,20 +1,28 @@
 """Which implementation of each op a run uses.
 
 `Ops` is the whole vocabulary of the engine. The block calls `ops.<name>` and never an implementation, so that a
-device's kernels, the profiler's timers or a recording stand-in can take the place of any of them.
+device's kernels, the profiler's timers or a recording stand-in can take the place of any of them. A `Backend` says what
+memory its ops need for given sizes and binds them to it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 from quatrain.errors import KernelError
+from quatrain.ops.rows import CHUNK
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class Ops:
-    """One callable per op; signatures and formulas are in the op's package."""
+    """One callable per op; signatures and formulas are in the op's package, less the scratch that is bound."""
 
     embedding_forward: Callable[..., None]
     rope_tables: Callable[..., None]
@@ -36,16 +44,53 @@ class Ops:
     adamw_step: Callable[..., None]
 
 
-def select_ops(device: str) -> tuple[Ops, str]:
-    """The ops for a device and one sentence that says which were taken and why. Raises KernelError where there are
-    none."""
+@dataclass(frozen=True)
+class Sizes:
+    """The largest sizes an op will be called with. `groups` are the linears that share an input: (in_features,
+    (out_features, ...)); `rank` is the widest adapter's."""
+
+    tokens: int
+    longest_row: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    groups: tuple[tuple[int, tuple[int, ...]], ...]
+    rank: int
+    quantised: bool
+    dropout: bool
+    head_chunk: int
+    dtype: torch.dtype
+    wide: torch.dtype
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A set of ops before it has memory. `reason` says in one sentence why this one was taken."""
+
+    name: str
+    reason: str
+    scratch_bytes: Callable[[Sizes], int]
+    """Of the one scratch slot that all ops share: no two run at once."""
+    temporary_bytes: Callable[[Sizes], int]
+    """The most that one op allocates by itself while it runs."""
+    bind: Callable[[torch.Tensor], Ops]
+    """The ops over a scratch tensor, uint8 [at least scratch_bytes]."""
+
+
+def select_backend(device: str) -> Backend:
+    """The ops for a device. Raises KernelError where there are none."""
     if device != "cpu":
         raise KernelError(f"no kernels for device {device!r}", hint="use --device cpu")
-    return reference_ops(), "reference ops (torch) on the CPU: no native kernels in this version"
+    return Backend(
+        "reference", "no native kernels in this version", _reference_scratch, _reference_temporaries, reference_ops
+    )
 
 
-def reference_ops() -> Ops:
-    """Every op's torch implementation."""
+def reference_ops(scratch: torch.Tensor) -> Ops:
+    """Every op's torch implementation; `scratch` holds one dequantised weight."""
     from quatrain.ops.adamw.reference import adamw_step
     from quatrain.ops.attention.reference import attention_backward, attention_forward
     from quatrain.ops.dropout.reference import dropout_keys
@@ -65,8 +110,8 @@ def reference_ops() -> Ops:
         dropout_keys=dropout_keys,
         rms_norm_forward=rms_norm_forward,
         rms_norm_backward=rms_norm_backward,
-        linear_lora_forward=linear_lora_forward,
-        linear_lora_backward=linear_lora_backward,
+        linear_lora_forward=partial(linear_lora_forward, scratch=scratch),
+        linear_lora_backward=partial(linear_lora_backward, scratch=scratch),
         lora_down_forward=lora_down_forward,
         attention_forward=attention_forward,
         attention_backward=attention_backward,
@@ -77,3 +122,25 @@ def reference_ops() -> Ops:
         clip_scale=clip_scale,
         adamw_step=adamw_step,
     )
+
+
+def _reference_scratch(sizes: Sizes) -> int:
+    """One dequantised weight."""
+    largest = max(k * max(ns) for k, ns in sizes.groups)
+    return largest * sizes.dtype.itemsize if sizes.quantised else 0
+
+
+def _reference_temporaries(sizes: Sizes) -> int:
+    """The op with the most; each formula counts the tensors alive at that op's peak."""
+    from quatrain.ops.attention.reference import SCORE_BYTES
+
+    w, c = sizes.wide.itemsize, sizes.dtype.itemsize
+    longest_k = max(k for k, _ in sizes.groups)
+    longest_n = max(max(ns) for _, ns in sizes.groups)
+    kv, heads = sizes.kv_heads * sizes.head_dim, sizes.heads * sizes.head_dim
+    scores = max(SCORE_BYTES, 16 * sizes.heads * sizes.longest_row * 4) * w // 4
+    attention = 3 * scores + (4 * sizes.longest_row * kv + 4 * CHUNK * heads) * w
+    adapters = CHUNK * (longest_n + 3 * longest_k) * w + sizes.rank * (longest_n + longest_k) * w
+    swiglu = 7 * CHUNK * sizes.intermediate * w
+    head = 2 * math.prod((sizes.head_chunk, sizes.vocab, c)) if c < w else 0
+    return max(attention, adapters, swiglu, head)

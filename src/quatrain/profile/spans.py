@@ -48,9 +48,9 @@ class Profiler:
         return replace(ops, **timed)  # type: ignore[type-var]
 
     def _timer(self, name: str, op: Callable[..., None]) -> Callable[..., None]:
-        def call(*args: Any) -> None:
+        def call(*args: Any, **more: Any) -> None:
             start = time.perf_counter()
-            op(*args)
+            op(*args, **more)
             if self.enabled:
                 self._add(name, time.perf_counter() - start, args)
 
@@ -104,7 +104,7 @@ def _nbytes(arg: Any) -> float:
     if hasattr(arg, "element_size"):
         return float(arg.numel() * arg.element_size())
     if isinstance(arg, list | tuple):
-        return sum(_nbytes(item) for item in arg)
+        return float(sum(_nbytes(item) for item in arg))
     weight = getattr(arg, "weight", None)  # a Linear
     if weight is not None:
         return float(weight.nbytes() if callable(getattr(weight, "nbytes", None)) else _nbytes(weight))
@@ -130,12 +130,12 @@ def _attention_flops(q: Any, cu_seqlens: Any, window: int | None, products: int)
         n = end - start
         w = n if window is None else min(window, n)
         pairs += n * w - w * (w - 1) // 2
-    return 2.0 * pairs * q.shape[1] * q.shape[2] * products
+    return float(2 * pairs * q.shape[1] * q.shape[2] * products)
 
 
 def _head_flops(args: tuple[Any, ...]) -> float:
     _, d_hidden, hidden, rows, _, head, _ = args
-    return 2.0 * rows.shape[0] * hidden.shape[1] * head.shape[0] * (1 if d_hidden is None else 2)
+    return float(2 * rows.shape[0] * hidden.shape[1] * head.shape[0] * (1 if d_hidden is None else 2))
 
 
 _FLOPS: dict[str, FlopCount] = {

@@ -16,12 +16,11 @@ from quatrain.data.stream import StopTexts
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.engine.inputs import Batch, pack_rows, split_rows
 from quatrain.engine.layout import Layout
-from quatrain.engine.setup import choose_layout, resolve_device
+from quatrain.engine.setup import choose_layout
 from quatrain.engine.step import StepEngine
 from quatrain.errors import CheckpointError, ConfigError, DataError
 from quatrain.memory.plan import MemoryPlan
 from quatrain.model.adapters import AdapterSet
-from quatrain.ops.select import select_ops
 from quatrain.profile.spans import Profiler
 
 if TYPE_CHECKING:
@@ -67,14 +66,13 @@ class InstructPipeline:
         self.tokenizer: Tokenizer | None = source.tokenizer()
         self.profiler = Profiler()
         self._layout = layout
-        ops, self.ops_reason = select_ops(resolve_device(config))
         params = load_params(
             source, quantize=config.quantize, double_quant=config.double_quant, compute_dtype=layout.compute_dtype
         )
         self.adapters = AdapterSet(self.spec, config, layout.compute_dtype)
         self.adapters.attach(params)
         self.adapters.initialise(config.seed)
-        self.engine = StepEngine(params, self.adapters, config, layout, ops, self.profiler)
+        self.engine = StepEngine(params, self.adapters, config, layout, layout.backend, self.profiler)
         self.set_learning_rate(config.learning_rate)
 
     @classmethod
@@ -214,7 +212,7 @@ class InstructPipeline:
         config, stop_when = config or GenerateConfig(), None
         if config.stop:
             stop_when = _contains_any(self._need_tokenizer(), config.stop)
-        rows = generate(self._decoder(), prompts, config, end_ids=self.source.eos_token_ids, stop_when=stop_when)
+        rows = generate(self._decoder(), prompts, config, end_ids=self.end_ids, stop_when=stop_when)
         return [row.ids for row in rows]
 
     def stream(self, ids: Sequence[int], config: GenerateConfig | None = None) -> Iterator[int]:
@@ -222,12 +220,21 @@ class InstructPipeline:
         (`data.stream.StopTexts`)."""
         from quatrain.model.generate import stream
 
-        return stream(self._decoder(), ids, config or GenerateConfig(), end_ids=self.source.eos_token_ids)
+        return stream(self._decoder(), ids, config or GenerateConfig(), end_ids=self.end_ids)
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer: the model's, and what the chat template in use writes behind one."""
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            return self.source.eos_token_ids
+        from quatrain.data.render import end_token_ids
+
+        return tuple(dict.fromkeys((*self.source.eos_token_ids, *end_token_ids(self.tokenizer))))
 
     def _decoder(self) -> Decoder:
         from quatrain.model.decoder import Decoder
 
-        return Decoder(self.engine.params, self.engine.ops)
+        return Decoder(self.engine.params, self._layout.backend)
 
     # Files.
 

@@ -2,7 +2,7 @@
 
 Legend: T tokens, K in_features, N out_features, r rank, s the adapter's scale, m the dropout mask (1 without dropout).
 
-    forward   u_i = (m_i * x) A_i^T                           out_i = x W_i^T + b_i + s_i u_i B_i^T
+    forward   u_i = (m_i * x) A_i^T                           out_i = x W_i^T + b_i + s_i u_i B_i^T (+ residual)
     backward  du_i = s_i dout_i B_i                            dx = sum_i (dout_i W_i + m_i * (du_i A_i))
               dA_i += du_i^T (m_i * x)                         dB_i += s_i dout_i^T u_i
 

@@ -21,11 +21,12 @@ def linear_lora_forward(
     linears: Sequence[Linear],
     dropout: Dropout | None,
     scratch: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> None:
-    """outs[i] [T, N_i] = and us[i] [T, r] = (None without an adapter), from x [T, K]. `scratch` is flat, in x's
-    dtype, and holds the largest weight."""
+    """outs[i] [T, N_i] = and us[i] [T, r] = (None without an adapter), from x [T, K]. `scratch` is flat and holds the
+    largest weight in x's dtype. `residual` [T, N_0], for a group of one, is added to the output."""
     for out, u, linear in zip(outs, us, linears, strict=True):
-        weight = dense_weight(linear, scratch)
+        weight = dense_weight(linear, scratch, x.dtype)
         if linear.bias is None:
             torch.mm(x, weight.T, out=out)
         else:
@@ -34,6 +35,8 @@ def linear_lora_forward(
             assert u is not None
             _lora_down(u, x, linear.lora, dropout)
             out.addmm_(u, linear.lora.B.T, alpha=linear.lora.scale)
+    if residual is not None:
+        outs[0].add_(residual)
 
 
 def lora_down_forward(
@@ -58,7 +61,7 @@ def linear_lora_backward(
 ) -> None:
     """dx [T, K] = and every adapter's dA, dB +=, from douts[i] [T, N_i] and what the forward read and wrote."""
     for i, (dout, u, linear) in enumerate(zip(douts, us, linears, strict=True)):
-        weight = dense_weight(linear, scratch)
+        weight = dense_weight(linear, scratch, x.dtype)
         if i == 0:
             torch.mm(dout, weight, out=dx)
         else:
@@ -68,12 +71,13 @@ def linear_lora_backward(
             _lora_backward(dx, dout, x, u, linear.lora, dropout)
 
 
-def dense_weight(linear: Linear, scratch: torch.Tensor) -> torch.Tensor:
-    """The weight [N, K] in the compute dtype: itself, or dequantised into the head of flat `scratch`."""
+def dense_weight(linear: Linear, scratch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, K] in the compute dtype: itself, or dequantised into the head of flat `scratch` (bytes, or in the
+    compute dtype)."""
     weight = linear.weight
     if not isinstance(weight, Nf4Tensor):
         return weight
-    dense = scratch[: weight.numel].view(weight.shape)
+    dense = scratch.view(dtype)[: weight.numel].view(weight.shape)
     dequantize(dense, weight)
     return dense
 
