@@ -10,6 +10,7 @@ import torch
 from ops.memory import GuardedMemory
 from oracles import autograd
 
+from quatrain.ops.attention.cached import cached_attention_forward
 from quatrain.ops.attention.reference import attention_backward, attention_forward, query_blocks
 
 CASES = {
@@ -144,3 +145,26 @@ def test_query_blocks_cover_a_row_once(length: int, window: int | None) -> None:
     blocks = list(query_blocks(length, 8, window))
     assert [i for a, b, _ in blocks for i in range(a, b)] == list(range(length))
     assert all(lo == (0 if window is None else max(0, a - window + 1)) for a, _, lo in blocks)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 2)])
+def test_cached_attention_is_the_last_query_of_each_row(
+    memory: GuardedMemory, dtype: torch.dtype, heads: int, kv_heads: int, window: int | None
+) -> None:
+    """Rows of other lengths side by side; slots that a row does not see hold large finite values and change nothing."""
+    lengths, slots, dim = [1, 4, 5, 11], 13, 8
+    random = torch.Generator().manual_seed(heads)
+    keys, values = (torch.full((4, slots, kv_heads, dim), 1e4, dtype=dtype) for _ in range(2))
+    q = torch.randn(4, heads, dim, generator=random, dtype=torch.float64).to(dtype)
+    want = []
+    for row, length in enumerate(lengths):
+        for cache in (keys, values):
+            cache[row, :length] = torch.randn(length, kv_heads, dim, generator=random, dtype=torch.float64).to(dtype)
+        queries = q[row].double().expand(length, heads, dim)
+        k, v = keys[row, :length].double(), values[row, :length].double()
+        want.append(autograd.attention(queries, k, v, [length], dim**-0.5, window)[-1])
+    out = memory.output(4, heads, dim, dtype=dtype)
+    cached_attention_forward(out, q, keys, values, torch.tensor(lengths), dim**-0.5, window)
+    bound = tol.reduction(tol.accumulator(dtype), 11 * dim) + tol.elementwise(dtype, 2)
+    tol.assert_close(out, torch.stack(want), bound, "out")

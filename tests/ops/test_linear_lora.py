@@ -11,7 +11,7 @@ from oracles import autograd, hf
 from quatrain.ops.dropout import Dropout
 from quatrain.ops.dropout.reference import dropout_keys, dropout_mask
 from quatrain.ops.linear_lora import Linear, Lora
-from quatrain.ops.linear_lora.reference import linear_lora_backward, linear_lora_forward
+from quatrain.ops.linear_lora.reference import linear_lora_backward, linear_lora_forward, lora_down_forward
 from quatrain.ops.nf4.reference import quantize
 
 SENTINEL = -3.0
@@ -118,6 +118,23 @@ def test_forward_and_every_gradient(
 
 def _gradients(linear: Linear) -> list[torch.Tensor]:
     return [linear.lora.dA, linear.lora.dB] if linear.lora else []
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3], ids=["plain", "dropout"])
+def test_residual_and_down_projection_alone(
+    memory: GuardedMemory, dtype: torch.dtype, random: torch.Generator, p: float
+) -> None:
+    """The residual is added to the finished output; a recompute gets the same bits of u without the product."""
+    linear, _ = make_linear(memory, random, 11, 17, 4, 2, dtype, nf4=True, bias=True)
+    x, residual = randn(random, 300, 17, dtype=dtype), randn(random, 300, 11, dtype=dtype)
+    scratch, dropout = memory.output(11 * 17, dtype=dtype), Dropout(p, make_keys(300)) if p else None
+    out, with_residual = (memory.output(300, 11, dtype=dtype) for _ in range(2))
+    u, alone = (memory.output(300, 4, dtype=dtype) for _ in range(2))
+    linear_lora_forward([out], [u], x, [linear], dropout, scratch)
+    linear_lora_forward([with_residual], [u], x, [linear], dropout, scratch, residual=residual)
+    assert torch.equal(with_residual, out + residual)
+    lora_down_forward([alone, None], x, [linear, Linear(linear.weight)], dropout)
+    assert torch.equal(alone, u)
 
 
 def test_no_dropout_is_bit_equal_to_p_zero(memory: GuardedMemory, dtype: torch.dtype, random: torch.Generator) -> None:
