@@ -17,17 +17,24 @@ struct qt_context {
 
 namespace {
 
+// The build defines QT_WITHOUT_<ISA> for what its compiler does not know.
 const qt::Kernels *kernels_of(int32_t isa, int32_t dtype) {
   switch (isa) {
     case QT_PORTABLE:
       return qt::kernels_portable(dtype);
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(QT_WITHOUT_AVX2)
     case QT_AVX2:
       return qt::kernels_avx2(dtype);
+#endif
+#if defined(__x86_64__) && !defined(QT_WITHOUT_AVX512)
     case QT_AVX512:
       return qt::kernels_avx512(dtype);
+#endif
+#if defined(__x86_64__) && !defined(QT_WITHOUT_AVX512_BF16)
     case QT_AVX512_BF16:
       return qt::kernels_avx512_bf16(dtype);
+#endif
+#if defined(__x86_64__) && !defined(QT_WITHOUT_AMX_BF16)
     case QT_AMX_BF16:
       return qt::kernels_amx_bf16(dtype);
 #endif
