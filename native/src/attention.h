@@ -129,13 +129,14 @@ struct Attention {
     }
     for (int64_t j = first; j <= m; ++j) {
       float *scores = f.scores + j * kSquare;
-      for (int64_t r = 0; r < 32; ++r)
-        for (int v = 0; v < 2; ++v) {
-          const f32x16 p = exp16(load16(scores + r * 32 + v * 16) - top[v]);
-          sum[v] += p;
-          store16(scores + r * 32 + v * 16, p);
+      for (int64_t r = 0; r < 32; r += 2) {
+        f32x16 p[4];
+        for (int v = 0; v < 4; ++v) {
+          p[v] = exp16(load16(scores + r * 32 + v * 16) - top[v % 2]);
+          sum[v % 2] += p[v];
         }
-      G::pack_b_nn(f.probs + j * kSquare, scores, 32, 32, 32);
+        G::put_pair_b(f.probs + j * kSquare, r, p[0], p[1], p[2], p[3]);
+      }
     }
     alignas(64) float totals[32], tops[32], factor[32];
     for (int v = 0; v < 2; ++v) {
@@ -276,20 +277,22 @@ struct Attention {
         G::block(f.score, &score, 1);
         G::block(f.dp, &dp, 1);
         const bool edge = is_edge(s, j, m);
-        for (int v = 0; v < 2; ++v) {
-          const f32x16 lse16 = load16(f.lse + g * 32 + v * 16), delta16 = load16(f.delta + g * 32 + v * 16);
-          for (int64_t r = 0; r < 32; ++r) {
+        const f32x16 lse16[2] = {load16(f.lse + g * 32), load16(f.lse + g * 32 + 16)};
+        const f32x16 delta16[2] = {load16(f.delta + g * 32), load16(f.delta + g * 32 + 16)};
+        for (int64_t r = 0; r < 32; r += 2) {
+          f32x16 p[4], ds[4];
+          for (int v = 0; v < 4; ++v) {
             f32x16 x = load16(f.score + r * 32 + v * 16) * s.scale;
-            if (edge) x = masked(s, x, j * 32 + r, m * 32 + v * 16);
-            const f32x16 p = exp16(x - lse16);
-            const f32x16 ds = p * (load16(f.dp + r * 32 + v * 16) - delta16) * s.scale;
-            store16(f.score + r * 32 + v * 16, p);
-            store16(f.dp + r * 32 + v * 16, ds);
+            if (edge) x = masked(s, x, j * 32 + r + v / 2, m * 32 + v % 2 * 16);
+            p[v] = exp16(x - lse16[v % 2]);
+            ds[v] = p[v] * (load16(f.dp + r * 32 + v * 16) - delta16[v % 2]) * s.scale;
           }
+          G::put_row_a(f.p + g * kSquare, r, p[0], p[1]);
+          G::put_row_a(f.p + g * kSquare, r + 1, p[2], p[3]);
+          G::put_row_a(f.ds + g * kSquare, r, ds[0], ds[1]);
+          G::put_row_a(f.ds + g * kSquare, r + 1, ds[2], ds[3]);
+          G::put_pair_b(f.ds_b + (g * blocks + j) * kSquare, r, ds[0], ds[1], ds[2], ds[3]);
         }
-        G::pack_a(f.p + g * kSquare, f.score, 32, 32, 32);
-        G::pack_a(f.ds + g * kSquare, f.dp, 32, 32, 32);
-        G::pack_b_nn(f.ds_b + (g * blocks + j) * kSquare, f.dp, 32, 32, 32);
       }
       if (from >= to) continue;
       for (int64_t d = 0; d < dims; ++d) {

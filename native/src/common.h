@@ -12,6 +12,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include "pool.h"
 #include "quatrain.h"
 
@@ -130,6 +134,26 @@ inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
 inline f32x16 max(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 inline f32x16 min(f32x16 a, f32x16 b) { return select(a < b, a, b); }
 
+#if defined(__AVX512F__)
+// e^x to 2 ULP: 2^n p(r), n = round(x / ln 2), r = x - n ln 2 in two parts, p of degree 6 (Cephes' expf coefficients).
+// The scale instruction takes care of underflow and overflow.
+inline f32x16 exp16(f32x16 x) {
+  const __m512 v = _mm512_min_ps(_mm512_set1_ps(104.0f), as<__m512>(x));  // NaN in, NaN out
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504088896341f)), 8);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r), _mm512_set1_ps(1.0f));
+  // x = -inf makes r NaN; e^-inf is 0.
+  const __mmask16 finite = _mm512_cmp_ps_mask(v, _mm512_set1_ps(-104.0f), _CMP_NLT_UQ);
+  return as<f32x16>(_mm512_maskz_scalef_ps(finite, p, n));
+}
+#else
 // e^x to 2 ULP: 2^n p(r), n = round(x / ln 2), r = x - n ln 2 in two parts, p of degree 6 (Cephes' expf coefficients).
 // Below -87.3 the result is 0; above 88.7 it is infinity; NaN gives NaN.
 inline f32x16 exp16(f32x16 x) {
@@ -154,6 +178,7 @@ inline f32x16 exp16(f32x16 x) {
   out = select(x < splat(-87.3f), splat(0.0f), out);
   return select(x == x, out, x);
 }
+#endif
 
 // A bump allocator over the caller's scratch. Every piece is aligned; `ok` tells whether all of them fitted.
 struct Scratch {

@@ -47,6 +47,21 @@ struct GemmF32 {
         store16(dst + i * 32 + n, i < k && n < cols ? load_part(src + i * ld + n, cols - n) : splat(0.0f));
   }
 
+  // Row r of an A block with k = 32, and rows r, r + 1 (r even) of a B block: for products that are made on the spot.
+  static void put_row_a(elem *block, int64_t r, f32x16 low, f32x16 high) {
+    alignas(64) float row[32];
+    store16(row, low);
+    store16(row + 16, high);
+    float *to = block + r / MR * MR * 32 + r % MR;
+    for (int64_t i = 0; i < 32; ++i) to[i * MR] = row[i];
+  }
+  static void put_pair_b(elem *block, int64_t r, f32x16 low0, f32x16 high0, f32x16 low1, f32x16 high1) {
+    store16(block + r * 32, low0);
+    store16(block + r * 32 + 16, high0);
+    store16(block + r * 32 + 32, low1);
+    store16(block + r * 32 + 48, high1);
+  }
+
   // B blocks of an NF4 weight: rows n0 .. n0 + cols as columns (nt), or columns k0 .. k0 + cols over `rows` rows (nn).
   // Values are rounded to T, as a dequantised weight of that type would be.
   template <class T>

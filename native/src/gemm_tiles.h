@@ -118,6 +118,18 @@ struct TilePacking {
     }
   }
 
+  // Row r of an A block with k = 32, and rows r, r + 1 (r even) of a B block: for products that are made on the spot.
+  static __m512i narrow(f32x16 low, f32x16 high) { return as<__m512i>(_mm512_cvtne2ps_pbh(as<__m512>(high), as<__m512>(low))); }
+  static void put_row_a(elem *block, int64_t r, f32x16 low, f32x16 high) {
+    _mm512_store_si512(block + r * 32, narrow(low, high));
+  }
+  static void put_pair_b(elem *block, int64_t r, f32x16 low0, f32x16 high0, f32x16 low1, f32x16 high1) {
+    __m512i first, second;
+    interleave(narrow(low0, high0), narrow(low1, high1), &first, &second);
+    _mm512_store_si512(block + r * 16, first);
+    _mm512_store_si512(block + 512 + r * 16, second);
+  }
+
   template <class T>
   static void pack_nf4_nt(elem *dst, const qt_weight &w, int64_t n0, int64_t cols) {
     if (w.k % kNf4Block) return pack_nf4_rows(dst, w, n0, cols);
