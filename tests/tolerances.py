@@ -25,6 +25,10 @@ reduction over at most 150 terms: eps * sqrt(150) * sqrt(50) is 1e-5."""
 ENGINE_FP64 = 1e-10
 """The same in fp64 is 2e-14; gradients that nearly cancel lose up to four digits of it."""
 
+ENGINE_BF16 = 0.055
+"""The same in bf16, where each of the 50 ops stores its result with a rounding of eps / 2: a random walk of sqrt(50)
+such steps is 0.028; twice that covers the worst tensor."""
+
 OPTIMIZER = 1e-6
 """Three AdamW updates in fp32, relative to the parameter's norm: about 10 roundings an update, 30 * eps / 2 = 2e-6
 of its size, and an update is at most lr, far below the parameter."""

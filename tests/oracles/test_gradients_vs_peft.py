@@ -91,6 +91,18 @@ def test_plain_transformers_and_peft_say_the_same(tmp_path: Path, variant: famil
     compare(f"{variant} plain fp32", ours, theirs, 2 * tol.ENGINE_FP32)
 
 
+@pytest.mark.parametrize("variant", families.ONE_PER_FAMILY, ids=str)
+def test_bf16_stays_within_its_roundings(tmp_path: Path, variant: families.Variant) -> None:
+    """Gradients are fp32 sums of bf16 products; the loss stays within one ulp of bf16."""
+    rows = hf.make_rows(LENGTHS, families.VOCAB)
+    config = make_config(compute_dtype="bf16", train_norms=True)
+    theirs = hf.loss_and_gradients(open_oracle(variant, config), rows)
+    ours = open_pipeline(variant, tmp_path, config).loss_and_gradients(rows)
+    assert ours[0] == pytest.approx(theirs[0], rel=torch.finfo(torch.bfloat16).eps)
+    assert all(gradient.dtype == torch.float32 for gradient in ours[1].values())
+    compare(f"{variant} bf16", ours, theirs, tol.ENGINE_BF16)
+
+
 @pytest.mark.parametrize("train_norms", [False, True], ids=["adapters", "norms-too"])
 @pytest.mark.parametrize("variant", families.ONE_PER_FAMILY, ids=str)
 def test_a_gradient_given_by_the_caller(tmp_path: Path, variant: families.Variant, train_norms: bool) -> None:
