@@ -176,6 +176,9 @@ def run_peft(work: Path, steps: int, dtype: str, threads: int) -> dict[str, Any]
         work / "base", quantization_config=nf4, dtype=compute, device_map={"": "cpu"}
     )
     model = PeftModel.from_pretrained(base, work / "adapter", is_trainable=True)
+    # Training mode throughout, which without dropout is the same function. In eval mode bitsandbytes 0.50 repacks the
+    # weights for AVX512-BF16 CPUs for good, and a later backward through the repacked weights has no gradient for x.
+    model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
 
@@ -192,9 +195,7 @@ def run_peft(work: Path, steps: int, dtype: str, threads: int) -> dict[str, Any]
 
     @torch.no_grad()
     def evaluate(rows: Rows) -> float:
-        model.eval()
         parts = [loss_sum(batch) for batch in steps_of(rows, len(rows))]
-        model.train()
         return sum(total.item() for total, _ in parts) / sum(count for _, count in parts)
 
     train, test = read_rows(work)
