@@ -16,6 +16,7 @@ from quatrain.errors import ConfigError
 
 ClipMode = Literal["global", "layer", "none"]
 CheckpointMode = Literal["auto", "block", "none"]
+Kernels = Literal["auto", "reference", "portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 ComputeDtype = Literal["auto", "bf16", "fp32", "fp64"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -46,7 +47,7 @@ class InstructConfig(Options):
     lora_alpha: float = Field(32.0, gt=0, description="adapter scale is alpha / r (rsLoRA: alpha / sqrt(r))")
     lora_targets: str | list[str] = Field(
         "all-linear",
-        description="'all-linear' (never the output head), a list of exact last names, or one full-match regular expression",
+        description="'all-linear' (never the output head), a list of exact last names, or one full-match regex",
     )
     lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapters' input")
     use_rslora: bool = Field(False, description="scale by alpha / sqrt(r)")
@@ -64,6 +65,7 @@ class InstructConfig(Options):
         "auto", description="recompute each block (block), keep all (none), or keep what fits"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run")
+    kernels: Kernels = Field("auto", description="CPU kernels: the strongest there are, the reference ops, or an ISA")
     train_norms: bool = Field(False, description="train the RMSNorm weights too")
     seed: int = Field(42, ge=0, lt=2**31, description="one seed for init, split, order and dropout")
     micro_batch_tokens: int | None = Field(

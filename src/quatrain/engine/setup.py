@@ -63,6 +63,6 @@ def choose_layout(spec: ModelSpec, config: InstructConfig, stored_nf4_nested: bo
         nested: bool | None = stored_nf4_nested
     else:
         nested = config.double_quant if config.quantize == "nf4" else None
-    backend = select_backend(resolve_device(config))
     dtype = resolve_compute_dtype(config)
+    backend = select_backend(resolve_device(config), dtype, config.kernels, torch.get_num_threads())
     return lay_out(spec, config, dtype, backend, memory_budget(config), resident_bytes(), nested)

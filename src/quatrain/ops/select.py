@@ -78,15 +78,44 @@ class Backend:
     """The most that one op allocates by itself while it runs."""
     bind: Callable[[torch.Tensor], Ops]
     """The ops over a scratch tensor, uint8 [at least scratch_bytes]."""
+    own_threads: bool = False
+    """The ops have a thread pool of their own, and torch's should be still while they run."""
 
 
-def select_backend(device: str) -> Backend:
-    """The ops for a device. Raises KernelError where there are none."""
+def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threads: int = 1) -> Backend:
+    """The ops for a device and an activation dtype.
+
+    `kernels`: "auto" is the strongest instruction set that build and machine share, or the reference ops where there is
+    none; "reference" or the name of an instruction set asks for that one. Raises KernelError for what is not there."""
     if device != "cpu":
         raise KernelError(f"no kernels for device {device!r}", hint="use --device cpu")
+    if kernels == "reference":
+        return _reference("as asked")
+    from quatrain.ops import library
+
+    there, reason = library.available()
+    if kernels == "auto" and not there:
+        return _reference(reason)
+    from quatrain.ops import native
+
+    if dtype not in native.DTYPES:
+        if kernels == "auto":
+            return _reference(f"native kernels compute in bf16 and fp32, not {dtype}")
+        raise KernelError(f"kernels {kernels!r}: want fp32 or bf16, got {dtype}", hint="use --kernels reference")
+    isa = library.best_isa() if kernels == "auto" else kernels
+    context = library.context(isa, threads)
     return Backend(
-        "reference", "no native kernels in this version", _reference_scratch, _reference_temporaries, reference_ops
+        f"native {isa}",
+        f"{reason}, {threads} threads" if kernels == "auto" else "as asked",
+        partial(native.scratch_bytes, context),
+        lambda sizes: 0,
+        partial(native.native_ops, context),
+        own_threads=True,
     )
+
+
+def _reference(reason: str) -> Backend:
+    return Backend("reference", reason, _reference_scratch, _reference_temporaries, reference_ops)
 
 
 def reference_ops(scratch: torch.Tensor) -> Ops:

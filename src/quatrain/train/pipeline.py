@@ -113,10 +113,11 @@ class InstructPipeline:
                 f"clip 'layer' updates inside the backward loop: want one micro-batch a step, got {len(batches)}",
                 hint="use --clip global, or raise micro_batch_tokens so that a step is one micro-batch",
             )
-        self.engine.optimizer.begin_step()
-        for batch in batches:
-            self.engine.train(batch)
-        self.engine.optimizer.end_step()
+        with self.engine.running():
+            self.engine.optimizer.begin_step()
+            for batch in batches:
+                self.engine.train(batch)
+            self.engine.optimizer.end_step()
         return self._step_result(batches)
 
     def backward_step(self, samples: Sequence[Sample], d_hidden: torch.Tensor) -> StepResult:
@@ -125,9 +126,10 @@ class InstructPipeline:
         the caller's."""
         batches = self._batches([self._rows(samples)])
         self._check_d_hidden(batches, d_hidden)
-        self.engine.optimizer.begin_step()
-        self.engine.train_from(batches[0], d_hidden)
-        self.engine.optimizer.end_step()
+        with self.engine.running():
+            self.engine.optimizer.begin_step()
+            self.engine.train_from(batches[0], d_hidden)
+            self.engine.optimizer.end_step()
         return self._step_result(batches, loss=math.nan)
 
     # Gradients without an update.
@@ -138,13 +140,14 @@ class InstructPipeline:
         batches = self._batches(split_rows(self._rows(samples), self._layout.tokens))
         self._require_targets(batches)
         count = sum(batch.num_targets for batch in batches)
-        self.engine.optimizer.begin_step()
 
         def accumulate() -> None:
             for batch in batches:
                 self.engine.train(batch)
 
-        sums = self.engine.collect(accumulate)
+        with self.engine.running():
+            self.engine.optimizer.begin_step()
+            sums = self.engine.collect(accumulate)
         return self.engine.state.loss_sum.item() / count, {name: grad / count for name, grad in sums.items()}
 
     def hidden_gradients(self, samples: Sequence[Sample], d_hidden: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -153,13 +156,15 @@ class InstructPipeline:
         All samples together must fit one micro-batch (ConfigError)."""
         batches = self._batches([self._rows(samples)])
         self._check_d_hidden(batches, d_hidden)
-        self.engine.optimizer.begin_step()
-        return self.engine.collect(lambda: self.engine.train_from(batches[0], d_hidden))
+        with self.engine.running():
+            self.engine.optimizer.begin_step()
+            return self.engine.collect(lambda: self.engine.train_from(batches[0], d_hidden))
 
     def hidden_states(self, samples: Sequence[Sample]) -> torch.Tensor:
         """The final norm's output [T, H] over the samples in order, for a caller's own loss. No dropout."""
         batches = self._batches([self._rows(samples)])
-        return self.engine.hidden(batches[0]).clone()
+        with self.engine.running():
+            return self.engine.hidden(batches[0]).clone()
 
     # Evaluation.
 
@@ -175,7 +180,8 @@ class InstructPipeline:
     def token_losses(self, samples: Sequence[Sample]) -> torch.Tensor:
         """The loss of every supervised token in order, fp64."""
         batches = self._batches(split_rows(self._rows(samples), self._layout.tokens))
-        return torch.cat([self.engine.evaluate(batch).to(torch.float64) for batch in batches])
+        with self.engine.running():
+            return torch.cat([self.engine.evaluate(batch).to(torch.float64) for batch in batches])
 
     # Text.
 
