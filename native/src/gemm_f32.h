@@ -81,15 +81,16 @@ struct GemmF32 {
     }
   }
 
-  // c [32, 32] = sum over segments of A B (+= when `accumulate`).
+  // c [32, 32] = sum over segments of A B (+= when `accumulate`). At least the first `rows` rows and `cols` columns.
   struct Segment {
     const elem *a, *b;
     int64_t k;
   };
-  static void block(float *c, const Segment *segments, int count, bool accumulate = false) {
+  static void block(float *c, const Segment *segments, int count, bool accumulate = false, int64_t rows = 32,
+                    int64_t cols = 32) {
     constexpr int kVecs = NC / 16;
-    for (int64_t sub = 0; sub < 32 / MR; ++sub)
-      for (int64_t col = 0; col < 32; col += NC) {
+    for (int64_t sub = 0; sub * MR < rows; ++sub)
+      for (int64_t col = 0; col < cols; col += NC) {
         f32x16 acc[MR][kVecs];
         for (int r = 0; r < MR; ++r)
           for (int v = 0; v < kVecs; ++v)

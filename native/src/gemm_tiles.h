@@ -208,9 +208,11 @@ struct GemmDot : TilePacking {
     const elem *a, *b;
     int64_t k;
   };
-  // c [32, 32] = sum over segments of A B (+= when `accumulate`), by vdpbf16ps: pairs of k at once.
-  static void block(float *c, const Segment *segments, int count, bool accumulate = false) {
-    for (int64_t row = 0; row < 32; row += 8) {
+  // c [32, 32] = sum over segments of A B (+= when `accumulate`), by vdpbf16ps: pairs of k at once. At least the first
+  // `rows` rows.
+  static void block(float *c, const Segment *segments, int count, bool accumulate = false, int64_t rows = 32,
+                    int64_t /* cols */ = 32) {
+    for (int64_t row = 0; row < rows; row += 8) {
       __m512 acc[8][2];
       for (int r = 0; r < 8; ++r)
         for (int v = 0; v < 2; ++v)
@@ -255,36 +257,47 @@ struct GemmAmx : TilePacking {
     const elem *a, *b;
     int64_t k;
   };
-  // c [32, 32] = sum over segments of A B (+= when `accumulate`): 2 x 2 tiles of C in registers.
-  static void block(float *c, const Segment *segments, int count, bool accumulate = false) {
+  // c [32, 32] = sum over segments of A B (+= when `accumulate`): 2 x 2 tiles of C in registers. At least the first
+  // `rows` rows and `cols` columns: with 16 of either, half of the tiles stay out.
+  static void block(float *c, const Segment *segments, int count, bool accumulate = false, int64_t rows = 32,
+                    int64_t cols = 32) {
+    if (rows > 16)
+      cols > 16 ? tiles<true, true>(c, segments, count, accumulate) : tiles<true, false>(c, segments, count, accumulate);
+    else
+      cols > 16 ? tiles<false, true>(c, segments, count, accumulate) : tiles<false, false>(c, segments, count, accumulate);
+  }
+
+ private:
+  template <bool Low, bool Right>
+  static void tiles(float *c, const Segment *segments, int count, bool accumulate) {
     if (accumulate) {
       _tile_loadd(0, c, 128);
-      _tile_loadd(1, c + 16, 128);
-      _tile_loadd(2, c + 512, 128);
-      _tile_loadd(3, c + 528, 128);
+      if constexpr (Right) _tile_loadd(1, c + 16, 128);
+      if constexpr (Low) _tile_loadd(2, c + 512, 128);
+      if constexpr (Low && Right) _tile_loadd(3, c + 528, 128);
     } else {
       _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      if constexpr (Right) _tile_zero(1);
+      if constexpr (Low) _tile_zero(2);
+      if constexpr (Low && Right) _tile_zero(3);
     }
     for (int s = 0; s < count; ++s) {
       const elem *a = segments[s].a, *b = segments[s].b;
       for (int64_t step = 0; step < segments[s].k; step += 32, a += 1024, b += 1024) {
         _tile_loadd(4, a, 64);
         _tile_loadd(6, b, 64);
-        _tile_loadd(7, b + 512, 64);
+        if constexpr (Right) _tile_loadd(7, b + 512, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(5, a + 512, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        if constexpr (Low) _tile_loadd(5, a + 512, 64);
+        if constexpr (Right) _tile_dpbf16ps(1, 4, 7);
+        if constexpr (Low) _tile_dpbf16ps(2, 5, 6);
+        if constexpr (Low && Right) _tile_dpbf16ps(3, 5, 7);
       }
     }
     _tile_stored(0, c, 128);
-    _tile_stored(1, c + 16, 128);
-    _tile_stored(2, c + 512, 128);
-    _tile_stored(3, c + 528, 128);
+    if constexpr (Right) _tile_stored(1, c + 16, 128);
+    if constexpr (Low) _tile_stored(2, c + 512, 128);
+    if constexpr (Low && Right) _tile_stored(3, c + 528, 128);
   }
 };
 #endif

@@ -16,7 +16,7 @@ struct Head {
   using elem = typename G::elem;
   using Segment = typename G::Segment;
   static constexpr int64_t kParts = 8;
-  static constexpr int64_t kSlice = 256;  // vocabulary rows that are packed at a time
+  static constexpr int64_t kSlice = 512;  // vocabulary rows that are packed at a time
 
   static int64_t block_elems(int64_t k) { return 32 * G::padded(k); }
 

@@ -107,8 +107,8 @@ struct Linear {
         T *u = static_cast<T *>(l.u) + m * 32 * l.rank;
         for (int64_t j = 0; j * 32 < l.rank; ++j) {
           const Segment segment{input, f.lora_a[i] + j * block_elems(k), G::padded(k)};
-          G::block(c, &segment, 1);
           const int64_t cols = l.rank - j * 32 < 32 ? l.rank - j * 32 : 32;
+          G::block(c, &segment, 1, false, rows, cols);
           for (int64_t r = 0; r < rows; ++r)
             for (int64_t n = 0; n < cols; n += kLanes)
               store_part(u + r * l.rank + j * 32 + n, load16(c + r * 32 + n), cols - n);
@@ -217,34 +217,45 @@ struct Linear {
 
   // ---- backward ----------------------------------------------------------------------------------------------------
 
+  // Tokens are cut into kParts fixed parts with gradient accumulators of their own, added in order at the end: a part reads
+  // its rows of x and dout once, a group of kGroup blocks of 32 at a time, and the thread count changes nothing.
+  static constexpr int64_t kParts = 8, kGroup = 4;
+  static int64_t rank_blocks(const qt_linear &l) { return ceil_div(l.rank, 32); }
+
   struct Backward {
-    elem *dout;         // [tokens / 32][layers of the group] blocks
-    T *du[8];           // [tokens, r]
-    elem *du_a[8];      // packed for dx
-    elem *lora_b[8];    // packed for du
-    elem *du_t[8], *u_t[8];  // packed transposed, for dA and dB: the reduction runs over tokens
-    elem *slices;
-    elem *columns;
+    elem *dout;               // [tokens / 32][layers of the group] blocks
+    elem *du_a[8];            // s dout B, packed for dx
+    elem *lora_b[8];          // B, packed for du
+    T *du;                    // [threads][kGroup * 32, widest rank]
+    elem *du_t, *u_t;         // [threads][widest rank / 32] blocks: transposed, the reduction runs over a group's tokens
+    float *grads[8];          // [kParts][rank / 32][k / 32 + n / 32] blocks of 32 x 32
+    elem *slices, *columns;
     float *tiles;
-    int64_t slice_size;
+    int64_t slice_size, rank;
     Backward(Scratch &s, const qt_linear *linears, int64_t count, int64_t tokens, int32_t threads) {
       const int64_t blocks = ceil_div(tokens, 32);
       int64_t reduction = 0, up = 0;
+      rank = 0;
       for (int64_t i = 0; i < count; ++i) reduction += G::padded(linears[i].weight.n);
       dout = s.take<elem>(blocks * 32 * reduction);
       for (int64_t i = 0; i < count; ++i) {
         const int64_t r = linears[i].rank, n = linears[i].weight.n;
         up += G::padded(r);
-        du[i] = s.take<T>(tokens * r);
+        if (r > rank) rank = r;
         du_a[i] = s.take<elem>(r ? blocks * block_elems(r) : 0);
-        lora_b[i] = s.take<elem>(r ? ceil_div(r, 32) * block_elems(n) : 0);
-        du_t[i] = s.take<elem>(r ? ceil_div(r, 32) * block_elems(tokens) : 0);
-        u_t[i] = s.take<elem>(r ? ceil_div(r, 32) * block_elems(tokens) : 0);
+        lora_b[i] = s.take<elem>(rank_blocks(linears[i]) * block_elems(n));
+        grads[i] = s.take<float>(kParts * grad_size(linears[i]));
       }
+      du = s.take<T>(threads * kGroup * 32 * rank);
+      du_t = s.take<elem>(threads * ceil_div(rank, 32) * block_elems(kGroup * 32));
+      u_t = s.take<elem>(threads * ceil_div(rank, 32) * block_elems(kGroup * 32));
       slice_size = 8 * 32 * up + Forward::most_blocks(reduction) * 32 * reduction;
       slices = s.take<elem>(threads * slice_size);
-      columns = s.take<elem>(threads * block_elems(tokens));
+      columns = s.take<elem>(threads * block_elems(kGroup * 32));
       tiles = s.take<float>(threads * 2048);
+    }
+    static int64_t grad_size(const qt_linear &l) {
+      return rank_blocks(l) * (ceil_div(l.weight.k, 32) + ceil_div(l.weight.n, 32)) * 1024;
     }
   };
 
@@ -268,34 +279,19 @@ struct Linear {
 
     pool.parallel_for(count, [&](int64_t i, int32_t) {
       const qt_linear &l = linears[i];
-      for (int64_t j = 0; j * 32 < l.rank; ++j)
+      for (int64_t j = 0; j < rank_blocks(l); ++j)
         G::pack_b_nn(f.lora_b[i] + j * block_elems(l.weight.n), static_cast<const T *>(l.lora_b) + j * 32, l.rank,
                      l.weight.n, l.rank - j * 32 < 32 ? l.rank - j * 32 : 32);
     });
-    // Pack the gradients; du = s dout B.
-    pool.parallel_for(blocks, [&](int64_t m, int32_t thread) {
-      const int64_t rows = tokens - m * 32 < 32 ? tokens - m * 32 : 32;
-      float *c = f.tiles + thread * 2048;
+    const int64_t groups = ceil_div(blocks, kGroup), per_part = ceil_div(groups, kParts);
+    const int64_t parts = ceil_div(groups, per_part);
+    pool.parallel_for(parts, [&](int64_t part, int32_t thread) {
       G::thread_begin();
-      for (int64_t i = 0; i < count; ++i) {
-        const qt_linear &l = linears[i];
-        const int64_t n = l.weight.n;
-        elem *packed = f.dout + (m * reduction + start[i]) * 32;
-        G::pack_a(packed, static_cast<const T *>(l.out) + m * 32 * n, n, rows, n);
-        if (!l.rank) continue;
-        T *du = f.du[i] + m * 32 * l.rank;
-        for (int64_t j = 0; j * 32 < l.rank; ++j) {
-          const Segment segment{packed, f.lora_b[i] + j * block_elems(n), G::padded(n)};
-          G::block(c, &segment, 1);
-          const int64_t cols = l.rank - j * 32 < 32 ? l.rank - j * 32 : 32;
-          for (int64_t r = 0; r < rows; ++r)
-            for (int64_t v = 0; v < cols; v += kLanes)
-              store_part(du + r * l.rank + j * 32 + v, load16(c + r * 32 + v) * l.scale, cols - v);
-        }
-        G::pack_a(f.du_a[i] + m * block_elems(l.rank), du, l.rank, rows, l.rank);
-      }
+      for (int64_t g = part * per_part; g < (part + 1) * per_part && g < groups; ++g)
+        backward_group(f, x, linears, count, tokens, *dropout, start, g, part, thread, g == part * per_part);
       G::thread_end();
     });
+    add_parts(pool, f, linears, count, parts);
     // dx, in slices of its columns.
     const int64_t total = ceil_div(k, 32), per_slice = slice_blocks<G>(reduction, total, pool.threads());
     pool.parallel_for(ceil_div(total, per_slice), [&](int64_t item, int32_t thread) {
@@ -345,72 +341,110 @@ struct Linear {
       }
       G::thread_end();
     });
-    adapter_gradients(pool, f, x, linears, count, tokens, dropout);
     return QT_OK;
   }
 
-  // dA^ and dB: the reduction runs over all tokens, one block of columns of x (or dout) at a time.
-  static void adapter_gradients(Pool &pool, const Backward &f, const T *x, const qt_linear *linears, int64_t count,
-                                int64_t tokens, const qt_dropout *dropout) {
-    const int64_t k = linears[0].weight.k;
-    pool.parallel_for(2 * count, [&](int64_t item, int32_t) {
-      const qt_linear &l = linears[item / 2];
-      elem *dst = item % 2 ? f.u_t[item / 2] : f.du_t[item / 2];
-      const T *src = item % 2 ? static_cast<const T *>(l.u) : f.du[item / 2];
-      for (int64_t j = 0; j * 32 < l.rank; ++j)
-        G::pack_a_t(dst + j * block_elems(tokens), src + j * 32, l.rank, tokens, l.rank - j * 32 < 32 ? l.rank - j * 32 : 32);
-    });
-    // Items: first the columns of x, then those of each dout.
-    int64_t first_item[9] = {ceil_div(k, 32)};
-    for (int64_t i = 0; i < count; ++i) first_item[i + 1] = first_item[i] + ceil_div(linears[i].weight.n, 32);
-    pool.parallel_for(first_item[count], [&](int64_t item, int32_t thread) {
-      elem *columns = f.columns + thread * block_elems(tokens);
-      float *c = f.tiles + thread * 2048;
-      G::thread_begin();
-      if (item < first_item[0]) {
-        const int64_t k0 = item * 32, cols = k - k0 < 32 ? k - k0 : 32;
-        if (!dropout->keys) G::pack_b_nn(columns, x + k0, k, tokens, cols);
-        for (int64_t i = 0; i < count; ++i) {
-          const qt_linear &l = linears[i];
-          if (!l.rank) continue;
-          if (dropout->keys) pack_masked_columns(columns, x, k, k0, cols, tokens, *dropout, l.index);
-          for (int64_t j = 0; j * 32 < l.rank; ++j) {
-            const Segment segment{f.du_t[i] + j * block_elems(tokens), columns, G::padded(tokens)};
-            G::block(c, &segment, 1);
-            const int64_t rows = l.rank - j * 32 < 32 ? l.rank - j * 32 : 32;
-            for (int64_t r = 0; r < rows; ++r)
-              for (int64_t v = 0; v < cols; ++v) l.grad_a[(j * 32 + r) * k + k0 + v] += c[r * 32 + v];
-          }
+  // Packs one group's gradients, du = s dout B on the way, and adds the group's share of dA and dB to its part.
+  static void backward_group(const Backward &f, const T *x, const qt_linear *linears, int64_t count, int64_t tokens,
+                             const qt_dropout &dropout, const int64_t *start, int64_t g, int64_t part, int32_t thread,
+                             bool first) {
+    const int64_t k = linears[0].weight.k, t0 = g * kGroup * 32, wide = ceil_div(k, 32);
+    const int64_t size = tokens - t0 < kGroup * 32 ? tokens - t0 : kGroup * 32;
+    const int64_t t_elems = ceil_div(f.rank, 32) * block_elems(kGroup * 32);
+    float *c = f.tiles + thread * 2048;
+    T *du = f.du + thread * kGroup * 32 * f.rank;
+    elem *columns = f.columns + thread * block_elems(kGroup * 32);
+    elem *du_t = f.du_t + thread * t_elems, *u_t = f.u_t + thread * t_elems;
+    for (int64_t i = 0; i < count; ++i) {
+      const qt_linear &l = linears[i];
+      const int64_t n = l.weight.n, r = l.rank;
+      const T *dout = static_cast<const T *>(l.out) + t0 * n;
+      for (int64_t m = 0; m * 32 < size; ++m) {
+        const int64_t rows = size - m * 32 < 32 ? size - m * 32 : 32;
+        elem *packed = f.dout + ((g * kGroup + m) * start[count] + start[i]) * 32;
+        G::pack_a(packed, dout + m * 32 * n, n, rows, n);
+        for (int64_t j = 0; j < rank_blocks(l); ++j) {
+          const Segment segment{packed, f.lora_b[i] + j * block_elems(n), G::padded(n)};
+          const int64_t cols = r - j * 32 < 32 ? r - j * 32 : 32;
+          G::block(c, &segment, 1, false, rows, cols);
+          for (int64_t row = 0; row < rows; ++row)
+            for (int64_t v = 0; v < cols; v += kLanes)
+              store_part(du + (m * 32 + row) * r + j * 32 + v, load16(c + row * 32 + v) * l.scale, cols - v);
         }
-      } else {
-        int64_t i = 0;
-        while (item >= first_item[i + 1]) ++i;
-        const qt_linear &l = linears[i];
-        if (l.rank) {
-          const int64_t n = l.weight.n, n0 = (item - first_item[i]) * 32, cols = n - n0 < 32 ? n - n0 : 32;
-          G::pack_b_nn(columns, static_cast<const T *>(l.out) + n0, n, tokens, cols);
-          for (int64_t j = 0; j * 32 < l.rank; ++j) {
-            const Segment segment{f.u_t[i] + j * block_elems(tokens), columns, G::padded(tokens)};
-            G::block(c, &segment, 1);
-            const int64_t rows = l.rank - j * 32 < 32 ? l.rank - j * 32 : 32;
-            for (int64_t v = 0; v < cols; ++v)
-              for (int64_t r = 0; r < rows; ++r) l.grad_b[(n0 + v) * l.rank + j * 32 + r] += l.scale * c[r * 32 + v];
-          }
+        if (r) G::pack_a(f.du_a[i] + (g * kGroup + m) * block_elems(r), du + m * 32 * r, r, rows, r);
+      }
+      if (!r) continue;
+      for (int64_t j = 0; j < rank_blocks(l); ++j) {
+        const int64_t cols = r - j * 32 < 32 ? r - j * 32 : 32;
+        G::pack_a_t(du_t + j * block_elems(kGroup * 32), du + j * 32, r, size, cols, kGroup * 32);
+        G::pack_a_t(u_t + j * block_elems(kGroup * 32), static_cast<const T *>(l.u) + t0 * r + j * 32, r, size, cols,
+                    kGroup * 32);
+      }
+      float *grad = f.grads[i] + part * Backward::grad_size(l);
+      for (int64_t b = 0; b < wide; ++b) {
+        const int64_t cols = k - b * 32 < 32 ? k - b * 32 : 32;
+        if (dropout.keys)
+          pack_masked_columns(columns, x, k, b * 32, cols, t0, size, dropout, l.index);
+        else
+          G::pack_b_nn(columns, x + t0 * k + b * 32, k, size, cols, kGroup * 32);
+        grad = add_group(grad, columns, du_t, r, cols, first);
+      }
+      for (int64_t b = 0; b * 32 < n; ++b) {
+        const int64_t cols = n - b * 32 < 32 ? n - b * 32 : 32;
+        G::pack_b_nn(columns, dout + b * 32, n, size, cols, kGroup * 32);
+        grad = add_group(grad, columns, u_t, r, cols, first);
+      }
+    }
+  }
+
+  // One column block's share, for every 32 of the rank; returns where the next column block's starts.
+  static float *add_group(float *grad, const elem *columns, const elem *left, int64_t rank, int64_t cols, bool first) {
+    for (int64_t j = 0; j * 32 < rank; ++j, grad += 1024) {
+      const Segment segment{left + j * block_elems(kGroup * 32), columns, kGroup * 32};
+      G::block(grad, &segment, 1, !first, rank - j * 32, cols);
+    }
+    return grad;
+  }
+
+  // The parts in order, into the flat gradients: dA [r, k] as it is, dB [n, r] transposed and scaled.
+  static void add_parts(Pool &pool, const Backward &f, const qt_linear *linears, int64_t count, int64_t parts) {
+    int64_t first_item[9] = {0};
+    for (int64_t i = 0; i < count; ++i)
+      first_item[i + 1] = first_item[i] + ceil_div(linears[i].weight.k, 32) + ceil_div(linears[i].weight.n, 32);
+    pool.parallel_for(first_item[count], [&](int64_t item, int32_t thread) {
+      int64_t i = 0;
+      while (item >= first_item[i + 1]) ++i;
+      const qt_linear &l = linears[i];
+      const int64_t k = l.weight.k, wide = ceil_div(k, 32), b = item - first_item[i], size = Backward::grad_size(l);
+      float *sum = f.tiles + thread * 2048;
+      for (int64_t j = 0; j < rank_blocks(l); ++j) {
+        const float *grad = f.grads[i] + (b * rank_blocks(l) + j) * 1024;
+        const int64_t rows = l.rank - j * 32 < 32 ? l.rank - j * 32 : 32;
+        for (int64_t e = 0; e < rows * 32; e += kLanes) {
+          f32x16 total = load16(grad + e);
+          for (int64_t part = 1; part < parts; ++part) total += load16(grad + part * size + e);
+          store16(sum + e, total);
+        }
+        if (b < wide) {
+          const int64_t cols = k - b * 32 < 32 ? k - b * 32 : 32;
+          for (int64_t r = 0; r < rows; ++r)
+            for (int64_t v = 0; v < cols; ++v) l.grad_a[(j * 32 + r) * k + b * 32 + v] += sum[r * 32 + v];
+        } else {
+          const int64_t n0 = (b - wide) * 32, cols = l.weight.n - n0 < 32 ? l.weight.n - n0 : 32;
+          for (int64_t v = 0; v < cols; ++v)
+            for (int64_t r = 0; r < rows; ++r) l.grad_b[(n0 + v) * l.rank + j * 32 + r] += l.scale * sum[r * 32 + v];
         }
       }
-      G::thread_end();
     });
   }
 
-  static void pack_masked_columns(elem *dst, const T *x, int64_t k, int64_t k0, int64_t cols, int64_t tokens,
+  // Columns k0 .. k0 + cols of `size` masked rows of x, from t0 on.
+  static void pack_masked_columns(elem *dst, const T *x, int64_t k, int64_t k0, int64_t cols, int64_t t0, int64_t size,
                                   const qt_dropout &dropout, int32_t index) {
-    alignas(64) T rows[32 * 32];
-    for (int64_t t = 0; t < tokens; t += 32) {
-      const int64_t count = tokens - t < 32 ? tokens - t : 32;
-      for (int64_t r = 0; r < count; ++r)
-        mask_row(rows + r * 32, x + (t + r) * k + k0, dropout, dropout.keys[t + r], index, k0, cols);
-      G::pack_b_nn(dst + t * 32, rows, 32, count, cols);
-    }
+    alignas(64) T rows[kGroup * 32 * 32];
+    for (int64_t r = 0; r < size; ++r)
+      mask_row(rows + r * 32, x + (t0 + r) * k + k0, dropout, dropout.keys[t0 + r], index, k0, cols);
+    G::pack_b_nn(dst, rows, 32, size, cols, kGroup * 32);
   }
 };
 
