@@ -19,6 +19,8 @@ from quatrain.ops.rows import CHUNK
 if TYPE_CHECKING:
     import torch
 
+    from quatrain.ops.nf4 import Nf4Tensor
+
 
 @dataclass(frozen=True)
 class Ops:
@@ -78,6 +80,8 @@ class Backend:
     """The most that one op allocates by itself while it runs."""
     bind: Callable[[torch.Tensor], Ops]
     """The ops over a scratch tensor, uint8 [at least scratch_bytes]."""
+    quantize: Callable[..., Nf4Tensor]
+    """(weight, *, double_quant) -> the weight in NF4: see ops/nf4/reference.py."""
     own_threads: bool = False
     """The ops have a thread pool of their own, and torch's should be still while they run."""
 
@@ -97,6 +101,7 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
     if kernels == "auto" and not there:
         return _reference(reason)
     from quatrain.ops import native
+    from quatrain.ops.nf4.native import quantize
 
     if dtype not in native.DTYPES:
         if kernels == "auto":
@@ -110,12 +115,15 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
         partial(native.scratch_bytes, context),
         lambda sizes: 0,
         partial(native.native_ops, context),
+        partial(quantize, context),
         own_threads=True,
     )
 
 
 def _reference(reason: str) -> Backend:
-    return Backend("reference", reason, _reference_scratch, _reference_temporaries, reference_ops)
+    from quatrain.ops.nf4.reference import quantize
+
+    return Backend("reference", reason, _reference_scratch, _reference_temporaries, reference_ops, quantize)
 
 
 def reference_ops(scratch: torch.Tensor) -> Ops:

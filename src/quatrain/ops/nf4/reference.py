@@ -56,15 +56,30 @@ def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
 
     Raises KernelError for another rank or dtype, an empty tensor, or a value that is not finite.
     """
+    check_weight(weight)
+    values = weight.detach().reshape(-1)
+    absmax = _block_absmax(values)
+    if not torch.isfinite(absmax).all():
+        raise not_finite()
+    return with_statistics(weight, _codes(values, absmax), absmax, double_quant)
+
+
+def check_weight(weight: torch.Tensor) -> None:
+    """Raises KernelError unless `weight` is a matrix with elements in fp32, bf16 or fp16."""
     if weight.ndim != 2 or weight.numel() == 0:
         raise KernelError(f"nf4.quantize: weight: want a matrix with elements, got shape {tuple(weight.shape)}")
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise KernelError(f"nf4.quantize: weight: want float32, bfloat16 or float16, got {weight.dtype}")
-    values = weight.detach().reshape(-1)
-    absmax = _block_absmax(values)
-    if not torch.isfinite(absmax).all():
-        raise KernelError("nf4.quantize: weight: want finite values, got NaN or infinity")
-    codes = _codes(values, absmax)
+
+
+def not_finite() -> KernelError:
+    return KernelError("nf4.quantize: weight: want finite values, got NaN or infinity")
+
+
+def with_statistics(weight: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, double_quant: bool) -> Nf4Tensor:
+    """The tensor of `weight`'s shape with these codes and block scales, which `double_quant` quantises again.
+
+    The mean of many scales depends on how many threads torch uses; one thread gives the same bits everywhere."""
     shape = (weight.shape[0], weight.shape[1])
     if not double_quant:
         return Nf4Tensor(shape, codes, absmax=absmax)
