@@ -48,10 +48,13 @@ struct Attention {
     return select(hidden, splat(-INFINITY), score);
   }
 
-  // c [32 dims][32 queries] to rows of out.
+  // c [32 dims][32 queries] to rows of out, each times its query's factor.
   static void store_transposed(T *out, int64_t ld, const float *c, int64_t queries, int64_t dims, const float *factor) {
+    alignas(64) float rows[kSquare];
+    G::transpose(rows, c);
     for (int64_t q = 0; q < queries; ++q)
-      for (int64_t d = 0; d < dims; ++d) out[q * ld + d] = from_float<T>(c[d * 32 + q] * factor[q]);
+      for (int64_t d = 0; d < dims; d += kLanes)
+        store_part(out + q * ld + d, load16(rows + q * 32 + d) * factor[q], dims - d);
   }
 
   // ---- forward -----------------------------------------------------------------------------------------------------

@@ -88,11 +88,16 @@ inline f32x16 load16(const bf16 *p) {
 }
 inline void store16(float *p, f32x16 x) { *reinterpret_cast<f32x16_u *>(p) = x; }
 inline void store16(bf16 *p, f32x16 x) {
+#if defined(__AVX512BF16__)
+  const u16x16 narrow = as<u16x16>(_mm512_cvtneps_pbh(as<__m512>(x)));  // the same rounding; denormals become zero
+  *reinterpret_cast<u16x16_u *>(p) = narrow;
+#else
   const u32x16 bits = as<u32x16>(x);
   const u32x16 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   const u32x16 nan = (bits >> 16) | 0x40u;
   const u32x16 is_nan = as<u32x16>((bits & 0x7FFFFFFFu) > 0x7F800000u);
   *reinterpret_cast<u16x16_u *>(p) = __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), u16x16);
+#endif
 }
 
 // The head of a row that is shorter than a vector: missing lanes are zero, and are not written.
@@ -125,6 +130,16 @@ inline float max_lanes(f32x16 x) {
   float most = v[0];
   for (int64_t i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
   return most;
+}
+
+// 1 / x to 1 ULP, for x that is neither denormal nor close to overflow.
+inline f32x16 reciprocal16(f32x16 x) {
+#if defined(__AVX512F__)
+  const __m512 v = as<__m512>(x), guess = _mm512_rcp14_ps(v);  // one Newton step doubles its 14 bits
+  return as<f32x16>(_mm512_fmadd_ps(guess, _mm512_fnmadd_ps(v, guess, _mm512_set1_ps(1.0f)), guess));
+#else
+  return 1.0f / x;
+#endif
 }
 
 inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {

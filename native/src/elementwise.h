@@ -81,7 +81,8 @@ int rope(Pool &pool, T *x, const float *cos, const float *sin, float sign, int64
   return QT_OK;
 }
 
-inline f32x16 sigmoid16(f32x16 x) { return 1.0f / (1.0f + exp16(-x)); }
+// exp is cut at e^80: far beyond where 1 / (1 + e^-x) is below every float that matters, and far from overflow.
+inline f32x16 sigmoid16(f32x16 x) { return reciprocal16(1.0f + exp16(min(-x, splat(80.0f)))); }
 
 // Flat over n elements, in pieces that do not depend on the thread count.
 template <class Body>

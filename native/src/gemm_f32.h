@@ -62,6 +62,12 @@ struct GemmF32 {
     store16(block + r * 32 + 48, high1);
   }
 
+  // dst [32, 32] = src transposed.
+  static void transpose(float *dst, const float *src) {
+    for (int64_t r = 0; r < 32; ++r)
+      for (int64_t i = 0; i < 32; ++i) dst[r * 32 + i] = src[i * 32 + r];
+  }
+
   // B blocks of an NF4 weight: rows n0 .. n0 + cols as columns (nt), or columns k0 .. k0 + cols over `rows` rows (nn).
   // Values are rounded to T, as a dequantised weight of that type would be.
   template <class T>

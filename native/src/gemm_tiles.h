@@ -118,6 +118,17 @@ struct TilePacking {
     }
   }
 
+  // dst [32, 32] = src transposed.
+  static void transpose(float *dst, const float *src) {
+    __m512i rows[16];
+    for (int64_t down = 0; down < 32; down += 16)
+      for (int64_t right = 0; right < 32; right += 16) {
+        for (int64_t i = 0; i < 16; ++i) rows[i] = _mm512_load_si512(src + (down + i) * 32 + right);
+        transpose16(rows);
+        for (int64_t i = 0; i < 16; ++i) _mm512_store_si512(dst + (right + i) * 32 + down, rows[i]);
+      }
+  }
+
   // Row r of an A block with k = 32, and rows r, r + 1 (r even) of a B block: for products that are made on the spot.
   static __m512i narrow(f32x16 low, f32x16 high) { return as<__m512i>(_mm512_cvtne2ps_pbh(as<__m512>(high), as<__m512>(low))); }
   static void put_row_a(elem *block, int64_t r, f32x16 low, f32x16 high) {

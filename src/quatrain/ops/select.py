@@ -82,6 +82,8 @@ class Backend:
     """The ops over a scratch tensor, uint8 [at least scratch_bytes]."""
     quantize: Callable[..., Nf4Tensor]
     """(weight, *, double_quant) -> the weight in NF4: see ops/nf4/reference.py."""
+    logits_bytes: int = 32 << 20
+    """About the size of a chunk of the head's logits: the larger, the fewer times the head is read."""
     own_threads: bool = False
     """The ops have a thread pool of their own, and torch's should be still while they run."""
 
@@ -116,6 +118,7 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
         lambda sizes: 0,
         partial(native.native_ops, context),
         partial(quantize, context),
+        logits_bytes=96 << 20,
         own_threads=True,
     )
 
