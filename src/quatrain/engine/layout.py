@@ -20,10 +20,6 @@ from quatrain.model.workspace import intermediate_slots, op_sizes, scratch_slots
 from quatrain.ops.nf4 import BLOCK, NESTED_BLOCK
 from quatrain.ops.select import Backend
 
-LOGITS_BYTES = 32 << 20
-"""The chunk of the head's logits stays near this size: large enough for an efficient product, small beside the
-model."""
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -57,7 +53,7 @@ def lay_out(
     NF4 with or without nested statistics, or None for the compute dtype."""
     wide = torch.promote_types(compute_dtype, torch.float32)
     tokens = config.capacity
-    head_chunk = max(16, min(1024, tokens, LOGITS_BYTES // (spec.vocab_size * wide.itemsize)))
+    head_chunk = max(16, min(1024, tokens, backend.logits_bytes // (spec.vocab_size * wide.itemsize)))
     sizes = op_sizes(
         spec, tokens=tokens, longest_row=min(config.max_seq_len, tokens), rank=config.lora_rank,
         quantised=nf4_nested is not None, dropout=config.lora_dropout > 0, head_chunk=head_chunk, dtype=compute_dtype,
