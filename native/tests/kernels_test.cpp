@@ -163,7 +163,9 @@ QT_ISA_TEST(exp_at_the_edges) {
   f32x16 x = {0.0f, -0.0f, inf, -inf, nan, -87.4f, -1e30f, 88.8f, 1e30f, 1e-30f, -1e-40f, 1e-45f, -nan, 89.0f, -88.0f, -1e38f};
   const f32x16 y = exp16(x);
   for (int i : {0, 1, 9, 10, 11}) EXPECT(y[i] == 1.0f, "e^%g is %g", x[i], y[i]);
-  for (int i : {3, 5, 6, 14, 15}) EXPECT(y[i] == 0.0f, "e^%g is %g", x[i], y[i]);
+  for (int i : {3, 6, 15}) EXPECT(y[i] == 0.0f, "e^%g is %g", x[i], y[i]);
+  // Below the normal numbers: 0, or the exponential as a denormal where the instruction set gives it for free.
+  for (int i : {5, 14}) EXPECT(y[i] >= 0.0f && y[i] < std::numeric_limits<float>::min(), "e^%g is %g", x[i], y[i]);
   for (int i : {2, 7, 8, 13}) EXPECT(y[i] == inf, "e^%g is %g", x[i], y[i]);
   for (int i : {4, 12}) EXPECT(std::isnan(y[i]), "e^NaN is %g", y[i]);
 }
