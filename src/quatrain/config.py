@@ -66,6 +66,12 @@ class InstructConfig(Options):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run")
     kernels: Kernels = Field("auto", description="CPU kernels: the strongest there are, the reference ops, or an ISA")
+    cache: bool = Field(True, description="keep the quantised base on disk, and map it from there at the next start")
+    cache_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="where it is kept; default: $QUATRAIN_CACHE_DIR, else quatrain in the user's cache folder",
+    )
     train_norms: bool = Field(False, description="train the RMSNorm weights too")
     seed: int = Field(42, ge=0, lt=2**31, description="one seed for init, split, order and dropout")
     micro_batch_tokens: int | None = Field(

@@ -7,18 +7,21 @@ any is read.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from quatrain.checkpoint import names
+from quatrain.checkpoint.cache import BaseCache, Made
 from quatrain.checkpoint.source import ModelSource, TensorInfo
 from quatrain.errors import KernelError, ModelError
 from quatrain.model.params import BlockParams, ModelParams
 from quatrain.model.spec import LINEARS
 from quatrain.ops.linear_lora import Linear
-from quatrain.ops.nf4 import Nf4Tensor
-from quatrain.ops.nf4.reference import dequantize, quantize, relative_error
+from quatrain.ops.nf4 import Nf4Tensor, reference
+from quatrain.ops.nf4.reference import dequantize, relative_error
 
 if TYPE_CHECKING:
     from quatrain.model.spec import ModelSpec
@@ -31,26 +34,72 @@ _MOST_SHOWN = 8
 
 
 def load_params(
-    source: ModelSource, *, quantize: Literal["nf4", "none"], double_quant: bool, compute_dtype: torch.dtype
+    source: ModelSource,
+    *,
+    quantize: Literal["nf4", "none"],
+    double_quant: bool,
+    compute_dtype: torch.dtype,
+    quantizer: Callable[..., Nf4Tensor] = reference.quantize,
+    cache: BaseCache | None = None,
 ) -> ModelParams:
     """All frozen weights of `source`. `quantize="none"` keeps the linears in the compute dtype (4-bit ones expand).
+
+    `quantizer` is the backend's (all give the same bits). What is quantised here is kept in `cache` and found there by
+    the next load; a checkpoint that is already NF4, or stays plain, has nothing to gain from that.
 
     Raises ModelError if a tensor is missing, unexpected, of another shape or an unsupported type (all of them in one
     message, before any weight is read), holds NaN or infinity, or does not survive quantisation.
     """
     check_inventory(source)
-    keep_plain = None if quantize == "nf4" else compute_dtype
-    loaded: dict[str, torch.Tensor | Nf4Tensor] = {}
-    for name, tensor in source.tensors():
-        if names.ignorable(name):
-            continue
-        if names.is_linear_weight(name):
-            loaded[name] = _linear_weight(name, tensor, double_quant, keep_plain)
-        else:
-            loaded[name] = _plain(name, tensor, norm_dtype(compute_dtype) if _is_norm(name) else compute_dtype)
-        del tensor  # before the next one is read
-    _tie_head(source.spec, loaded, source.name)
+    if cache is None or quantize == "none" or source.is_nf4:
+        loaded = _convert(source, quantize, double_quant, compute_dtype, quantizer)
+    else:
+        made = Made(source.name, source.fingerprint(), double_quant, str(compute_dtype).removeprefix("torch."))
+        found = cache.read(made, names.expected_shapes(source.spec))
+        loaded = found or _convert(source, quantize, double_quant, compute_dtype, quantizer)
+        if found is None:
+            cache.write(made, loaded)
+    if source.spec.tie_word_embeddings:
+        loaded[names.HEAD] = loaded[names.EMBED]
     return _assemble(source.spec, loaded)
+
+
+def _convert(
+    source: ModelSource,
+    quantize: Literal["nf4", "none"],
+    double_quant: bool,
+    compute_dtype: torch.dtype,
+    quantizer: Callable[..., Nf4Tensor],
+) -> dict[str, torch.Tensor | Nf4Tensor]:
+    """Every tensor as the model holds it, by name; a head that is tied to the embedding is left out."""
+    loaded: dict[str, torch.Tensor | Nf4Tensor] = {}
+    with _one_thread():
+        for name, tensor in source.tensors():
+            if names.ignorable(name):
+                continue
+            if not names.is_linear_weight(name):
+                dtype = norm_dtype(compute_dtype) if _is_norm(name) else compute_dtype
+                loaded[name] = _plain(name, tensor, dtype)
+            elif quantize == "none":
+                loaded[name] = _expanded(name, tensor, compute_dtype)
+            else:
+                loaded[name] = _quantized(name, tensor, double_quant, quantizer)
+            del tensor  # before the next one is read
+    if source.spec.tie_word_embeddings:
+        _drop_tied_head(loaded, source.name)
+    return loaded
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch works alone: the mean of the block scales is the same bits whatever the number of threads, and torch's
+    threads do not spin on the cores that a native quantiser wants."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def norm_dtype(compute_dtype: torch.dtype) -> torch.dtype:
@@ -87,19 +136,23 @@ def _problems_of(name: str, info: TensorInfo, wanted: tuple[int, ...] | None) ->
     return problems
 
 
-def _linear_weight(
-    name: str, weight: torch.Tensor | Nf4Tensor, double_quant: bool, keep_plain: torch.dtype | None
-) -> torch.Tensor | Nf4Tensor:
+def _expanded(name: str, weight: torch.Tensor | Nf4Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A linear's weight in `dtype`, whatever it is stored as."""
+    if not isinstance(weight, Nf4Tensor):
+        return _plain(name, weight, dtype)
+    values = torch.empty(weight.shape, dtype=dtype)
+    dequantize(values, weight)
+    return values
+
+
+def _quantized(
+    name: str, weight: torch.Tensor | Nf4Tensor, double_quant: bool, quantizer: Callable[..., Nf4Tensor]
+) -> Nf4Tensor:
+    """A linear's weight in NF4. One that is stored so stays as it is: a second time would only add error."""
     if isinstance(weight, Nf4Tensor):
-        if keep_plain is None:
-            return weight  # quantising a second time would only add error
-        values = torch.empty(weight.shape, dtype=keep_plain)
-        dequantize(values, weight)
-        return values
-    if keep_plain is not None:
-        return _plain(name, weight, keep_plain)
+        return weight
     try:
-        quantized = quantize(weight, double_quant=double_quant)
+        quantized = quantizer(weight, double_quant=double_quant)
     except KernelError as error:
         raise ModelError(f"{name}: {error}") from error
     error_size = relative_error(quantized, weight)
@@ -124,11 +177,9 @@ def _is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
-def _tie_head(spec: ModelSpec, loaded: dict[str, torch.Tensor | Nf4Tensor], where: str) -> None:
-    """One tensor for embedding and head when they are tied; a file may hold the head too, if it is the same."""
-    if not spec.tie_word_embeddings:
-        return
-    embed, head = loaded[names.EMBED], loaded.get(names.HEAD)
+def _drop_tied_head(loaded: dict[str, torch.Tensor | Nf4Tensor], where: str) -> None:
+    """One tensor serves as embedding and head when they are tied; a file may hold the head too, if it is the same."""
+    embed, head = loaded[names.EMBED], loaded.pop(names.HEAD, None)
     assert isinstance(embed, torch.Tensor)
     if isinstance(head, torch.Tensor) and not torch.equal(head, embed):
         difference = float((head.float() - embed.float()).abs().max())
@@ -136,7 +187,6 @@ def _tie_head(spec: ModelSpec, loaded: dict[str, torch.Tensor | Nf4Tensor], wher
             f"{where}: tie_word_embeddings is true, but {names.HEAD} and {names.EMBED} differ by {difference:.3g}",
             hint="set tie_word_embeddings to false in config.json if the head is meant to be its own",
         )
-    loaded[names.HEAD] = embed
 
 
 def _assemble(spec: ModelSpec, loaded: dict[str, torch.Tensor | Nf4Tensor]) -> ModelParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ INCOMPLETE = "this looks like an incomplete download; fetch the file again"
 
 
 class SafetensorsFile:
-    """`tensors` maps each name to its TensorInfo, in the order of the data. `read` reads one tensor.
+    """`tensors` maps each name to its TensorInfo, in the order of the data; `metadata` is the header's own. `read`
+    reads one tensor, `map` gives all of them without reading any.
 
     Raises ModelError with the file, what is wrong, and sizes wanted and found.
     """
@@ -42,15 +44,16 @@ class SafetensorsFile:
         self._data_start = 8 + length
         self._offsets: dict[str, int] = {}
         self.tensors: dict[str, TensorInfo] = {}
+        metadata = header.pop("__metadata__", None)
+        self.metadata: dict[str, Any] = metadata if isinstance(metadata, dict) else {}
         self._index(header, size - self._data_start)
 
     def read(self, name: str) -> torch.Tensor:
         """The tensor, in the type it has in the file. Raises ModelError if that type is none we compute with."""
         import torch
 
-        dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
-        info = self.tensors[name]
-        if info.dtype not in dtypes:
+        info, dtypes = self.tensors[name], torch_dtypes()
+        if info.dtype not in dtypes or info.dtype == "F64":
             raise ModelError(f"{self.path}: {name} has type {info.dtype}; supported: F32, F16, BF16")
         buffer = bytearray(info.num_bytes)
         with self.path.open("rb") as file:
@@ -60,9 +63,36 @@ class SafetensorsFile:
             raise ModelError(f"{self.path}: {name}: want {info.num_bytes} bytes, got {got}", hint=INCOMPLETE)
         return torch.frombuffer(buffer, dtype=dtypes[info.dtype]).view(info.shape)
 
+    def map(self) -> tuple[dict[str, torch.Tensor], memoryview]:
+        """Every tensor in place, and the bytes of all of them. The file is read where it is touched; a write to a
+        tensor stays in this process.
+
+        The file must not become shorter meanwhile (replacing or deleting it is fine). Raises ModelError for a type that
+        torch lacks here, OSError when the system cannot map it."""
+        import torch
+
+        dtypes = torch_dtypes()
+        unknown = next((name for name, info in self.tensors.items() if info.dtype not in dtypes), None)
+        if unknown is not None:
+            raise ModelError(f"{self.path}: {unknown} has type {self.tensors[unknown].dtype}")
+        with self.path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        want = self._data_start + sum(info.num_bytes for info in self.tensors.values())
+        if len(mapped) != want:
+            raise ModelError(f"{self.path}: want {want} bytes, got {len(mapped)}", hint=INCOMPLETE)
+        tensors = {
+            name: torch.frombuffer(
+                mapped,
+                dtype=dtypes[info.dtype],
+                count=math.prod(info.shape),
+                offset=self._data_start + self._offsets[name],
+            ).view(info.shape)
+            for name, info in self.tensors.items()
+        }
+        return tensors, memoryview(mapped)[self._data_start :]
+
     def _index(self, header: dict[str, Any], available: int) -> None:
         """Fills `tensors` and checks that they tile the data without gap, overlap or rest."""
-        header.pop("__metadata__", None)
         entries = sorted((_entry(self.path, name, entry) for name, entry in header.items()), key=lambda e: e[1:])
         end = 0
         for name, begin, stop, info in entries:
@@ -76,6 +106,19 @@ class SafetensorsFile:
             raise ModelError(f"{self.path}: want {want} bytes as its header says, got {got}", hint=hint)
         if not self.tensors:
             raise ModelError(f"{self.path}: holds no tensors")
+
+
+def torch_dtypes() -> dict[str, torch.dtype]:
+    """The format's names of the types we compute with."""
+    import torch
+
+    return {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "U8": torch.uint8,
+    }
 
 
 def pointer_error(path: Path, size: int) -> ModelError:

@@ -25,7 +25,7 @@ With a prompt: print one answer and leave. Without: a conversation; /clear forge
 Example: quatrain chat --model runs/first "Turn on the kitchen light"
 """
 
-ENGINE = ("quantize", "double_quant", "compute_dtype", "device", "memory_budget")
+ENGINE = ("quantize", "double_quant", "compute_dtype", "device", "memory_budget", "cache", "cache_dir")
 MODEL_HELP = "a run folder, an adapter folder, a model folder, a GGUF file, a hub id, or the alias smollm2-135m"
 ADAPTER_HELP = "an adapter folder for --model to be its base"
 

@@ -19,7 +19,17 @@ Every supervised token counts the same, whatever the batches. A run folder bring
 Example: quatrain eval --model runs/first held_out.jsonl
 """
 
-ENGINE = ("max_seq_len", "quantize", "double_quant", "compute_dtype", "device", "memory_budget", "micro_batch_tokens")
+ENGINE = (
+    "max_seq_len",
+    "quantize",
+    "double_quant",
+    "compute_dtype",
+    "device",
+    "memory_budget",
+    "micro_batch_tokens",
+    "cache",
+    "cache_dir",
+)
 _TRAINING_ONLY = ("val_split", "validation")
 DATA = tuple(name for name in DataOptions.model_fields if name not in _TRAINING_ONLY)
 

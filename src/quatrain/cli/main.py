@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quatrain.cli import chat, check, doctor, errors, evaluate, plan, train
+from quatrain.cli import cache, chat, check, doctor, errors, evaluate, plan, train
 
 app = typer.Typer(
     name="quatrain",
@@ -17,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-COMMANDS = (train, check, plan, evaluate, chat, doctor)
+COMMANDS = (train, check, plan, evaluate, chat, cache, doctor)
 for module in COMMANDS:
     app.command(name=module.NAME, help=module.HELP)(module.command)
 

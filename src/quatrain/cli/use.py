@@ -23,7 +23,7 @@ _PROMPT_OPTIONS = (
     "row_schema", "prompt_field", "response_field", "system_field", "system", "json_fields", "chat_template",
     "template_date", "train_on_eos", "last_turn_only", "allow_special",
 )  # fmt: skip
-_ENGINE_OPTIONS = ("quantize", "double_quant", "compute_dtype", "max_seq_len")
+_ENGINE_OPTIONS = ("quantize", "double_quant", "compute_dtype", "max_seq_len", "cache", "cache_dir")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class InUse:
         from quatrain.train.pipeline import InstructPipeline
 
         pipeline = InstructPipeline.from_source(self.source, build(InstructConfig, {**self.engine, **given}))
-        return pipeline, pipeline.load_adapter(self.adapter) if self.adapter is not None else []
+        notices = pipeline.load_adapter(self.adapter) if self.adapter is not None else []
+        return pipeline, [*pipeline.notices, *notices]
 
 
 def open_for_use(model: str, adapter: str | None) -> InUse:

@@ -60,15 +60,19 @@ class InstructPipeline:
     """A frozen model with trainable adapters. Build it with `from_pretrained`."""
 
     def __init__(self, source: ModelSource, config: InstructConfig, layout: Layout) -> None:
+        from quatrain.checkpoint.cache import BaseCache, cache_folder
         from quatrain.checkpoint.load import load_params
 
         self.source, self.config, self.spec = source, config, source.spec
         self.tokenizer: Tokenizer | None = source.tokenizer()
         self.profiler = Profiler()
         self._layout = layout
+        cache = BaseCache(cache_folder(config.cache_dir)) if config.cache else None
         params = load_params(
-            source, quantize=config.quantize, double_quant=config.double_quant, compute_dtype=layout.compute_dtype
-        )
+            source, quantize=config.quantize, double_quant=config.double_quant, compute_dtype=layout.compute_dtype,
+            quantizer=layout.backend.quantize, cache=cache,
+        )  # fmt: skip
+        self.notices: list[str] = cache.notices if cache else []
         self.adapters = AdapterSet(self.spec, config, layout.compute_dtype)
         self.adapters.attach(params)
         self.adapters.initialise(config.seed)

@@ -297,6 +297,8 @@ def _load_pipeline(preparation: Preparation, checkpoint: Checkpoint | None, repo
 
     reporter.phase("loading the model")
     pipeline = InstructPipeline(preparation.source, preparation.config, preparation.layout)
+    for line in pipeline.notices:
+        reporter.notice(line)
     pipeline.tokenizer = preparation.prepared.tokenizer  # with the chat template that was really used
     if checkpoint is not None:
         tensors = checkpoint.tensors()
