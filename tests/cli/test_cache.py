@@ -1,0 +1,107 @@
+"""`quatrain cache`, and the runs that fill it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny_model import write_rows, write_tiny_model
+
+from quatrain.cli.main import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A cache folder, still to be made."""
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def train(tmp_path: Path, folder: Path):
+    """Runs one short training with this cache and returns its exit code."""
+    write_tiny_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", 8)
+
+    def run(*more: str) -> int:
+        words = [
+            "train",
+            "--model",
+            str(tmp_path / "model"),
+            "--data",
+            str(tmp_path / "rows.jsonl"),
+            "--max-steps",
+            "1",
+        ]
+        words += ["--out", str(tmp_path / "run"), "--overwrite", "--max-seq-len", "64", "--cache-dir", str(folder)]
+        return main([*words, *more])
+
+    return run
+
+
+def listed(folder: Path, capsys: pytest.CaptureFixture[str], *more: str) -> dict:
+    capsys.readouterr()
+    assert main(["cache", "--cache-dir", str(folder), "--json", *more]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_run_fills_it_and_the_next_one_repeats_it_bit_for_bit(train, folder, tmp_path, capsys):
+    def adapter() -> dict[str, bytes]:
+        tensors = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+        return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+    assert train() == 0
+    first = adapter()
+    (entry,) = listed(folder, capsys)["entries"]
+    assert entry["made"]["model"] == str(tmp_path / "model") and entry["bytes"] > 10_000
+    assert train() == 0 and adapter() == first
+    assert train("--no-cache") == 0 and adapter() == first
+    assert len(listed(folder, capsys)["entries"]) == 1
+
+
+def test_no_cache_leaves_nothing_behind(train, folder, capsys):
+    assert train("--no-cache") == 0
+    assert not folder.exists() and listed(folder, capsys)["entries"] == []
+
+
+def test_a_spoiled_entry_is_a_note_of_the_run(train, folder, capsys):
+    assert train() == 0
+    (path,) = folder.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    capsys.readouterr()
+    assert train() == 0
+    said = capsys.readouterr().out
+    assert "note" in said and "is not used and will be written again" in said
+
+
+def test_list_and_clear_in_words(train, folder, capsys):
+    assert train() == 0 and train("--no-double-quant") == 0
+    entries = listed(folder, capsys)["entries"]
+    assert main(["cache", "--cache-dir", str(folder)]) == 0
+    said = capsys.readouterr().out
+    for part in (entries[0]["key"][:12], "double quantisation", "used 20", "2 entries", str(folder), "MB"):
+        assert part in said
+    assert main(["cache", "--cache-dir", str(folder), "--clear", entries[0]["key"][:12]]) == 0
+    assert "1 entry deleted" in capsys.readouterr().out
+    assert [entry["key"] for entry in listed(folder, capsys)["entries"]] == [entries[1]["key"]]
+    assert [entry["key"] for entry in listed(folder, capsys, "--clear", "all")["deleted"]] == [entries[1]["key"]]
+    assert list(folder.iterdir()) == []
+
+
+def test_a_foreign_file_is_shown_as_one(folder, capsys):
+    folder.mkdir()
+    (folder / "x.safetensors").write_bytes(b"hello")
+    assert main(["cache", "--cache-dir", str(folder)]) == 0
+    assert "not an entry of this version" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["nothing", ""])
+def test_an_unknown_key_is_refused(folder, key, capsys):
+    assert main(["cache", "--cache-dir", str(folder), "--clear", key]) == 2
+    assert f"0 entries have a key that starts with {key!r}" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_a_file_is_empty(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert listed(tmp_path / "file", capsys)["entries"] == []
