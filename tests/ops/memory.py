@@ -37,4 +37,4 @@ class GuardedMemory:
 
 
 def _guard(buffer: torch.Tensor) -> float | bool:
-    return True if buffer.dtype == torch.bool else -77
+    return True if buffer.dtype == torch.bool else 77

@@ -11,8 +11,8 @@ from oracles import autograd, hf
 from quatrain.ops.dropout import Dropout
 from quatrain.ops.dropout.reference import dropout_keys, dropout_mask
 from quatrain.ops.linear_lora import Linear, Lora
-from quatrain.ops.linear_lora.reference import linear_lora_backward, linear_lora_forward, lora_down_forward
 from quatrain.ops.nf4.reference import quantize
+from quatrain.ops.select import Ops
 
 SENTINEL = -3.0
 
@@ -62,6 +62,11 @@ CASES = {
     "some-without-adapter": (9, 72, [(40, 0, True), (24, 5, False), (24, 0, False)]),
     "none-with-adapter": (3, 10, [(7, 0, False)]),
     "longer-than-a-chunk": (259, 33, [(18, 2, False), (9, 2, True)]),
+    "whole-tiles": (64, 128, [(64, 32, False), (96, 16, True)]),
+    "beside-whole-tiles": (33, 192, [(65, 33, True), (31, 1, False)]),
+    "widest-adapter": (40, 192, [(72, 256, True)]),
+    "eight-layers": (33, 64, [(40, 8, bool(i % 2)) for i in range(8)]),
+    "several-slices": (5, 2100, [(260, 16, False)]),
 }
 
 
@@ -70,6 +75,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_forward_and_every_gradient(
     memory: GuardedMemory,
+    ops: Ops,
     dtype: torch.dtype,
     random: torch.Generator,
     case: tuple[int, int, list[tuple[int, int, bool]]],
@@ -88,11 +94,9 @@ def test_forward_and_every_gradient(
     outs = [memory.output(tokens, n, dtype=dtype) for n, _, _ in layers]
     us = [memory.output(tokens, rank, dtype=dtype) if rank else None for _, rank, _ in layers]
     dx = memory.output(tokens, k, dtype=dtype)
-    scratch = memory.output(max(w.numel() for w in weights), dtype=dtype)
     dropout = Dropout(p, make_keys(tokens)) if p else None
-    linear_lora_forward(outs, us, x, linears, dropout, scratch)
-    scratch.fill_(float("nan"))
-    linear_lora_backward(dx, douts, x, us, linears, dropout, scratch)
+    ops.linear_lora_forward(outs, us, x, linears, dropout)
+    ops.linear_lora_backward(dx, douts, x, us, linears, dropout)
 
     x64, want_dx, rounding = autograd.leaf(x), torch.zeros_like(x, dtype=torch.float64), 0.0
     for i, (linear, weight) in enumerate(zip(linears, weights, strict=True)):
@@ -122,35 +126,42 @@ def _gradients(linear: Linear) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("p", [0.0, 0.3], ids=["plain", "dropout"])
 def test_residual_and_down_projection_alone(
-    memory: GuardedMemory, dtype: torch.dtype, random: torch.Generator, p: float
+    memory: GuardedMemory, ops: Ops, dtype: torch.dtype, random: torch.Generator, p: float
 ) -> None:
     """The residual is added to the finished output; a recompute gets the same bits of u without the product."""
     linear, _ = make_linear(memory, random, 11, 17, 4, 2, dtype, nf4=True, bias=True)
     x, residual = randn(random, 300, 17, dtype=dtype), randn(random, 300, 11, dtype=dtype)
-    scratch, dropout = memory.output(11 * 17, dtype=dtype), Dropout(p, make_keys(300)) if p else None
+    dropout = Dropout(p, make_keys(300)) if p else None
     out, with_residual = (memory.output(300, 11, dtype=dtype) for _ in range(2))
     u, alone = (memory.output(300, 4, dtype=dtype) for _ in range(2))
-    linear_lora_forward([out], [u], x, [linear], dropout, scratch)
-    linear_lora_forward([with_residual], [u], x, [linear], dropout, scratch, residual=residual)
-    assert torch.equal(with_residual, out + residual)
-    lora_down_forward([alone, None], x, [linear, Linear(linear.weight)], dropout)
+    ops.linear_lora_forward([out], [u], x, [linear], dropout)
+    ops.linear_lora_forward([with_residual], [u], x, [linear], dropout, residual=residual)
+    if dtype == torch.bfloat16:  # a kernel may round the sum once, not twice
+        tol.assert_close(with_residual, out.double() + residual.double(), tol.elementwise(dtype, 2), "with residual")
+    else:
+        assert torch.equal(with_residual, out + residual)
+    ops.lora_down_forward([alone, None], x, [linear, Linear(linear.weight)], dropout)
     assert torch.equal(alone, u)
 
 
-def test_no_dropout_is_bit_equal_to_p_zero(memory: GuardedMemory, dtype: torch.dtype, random: torch.Generator) -> None:
+def test_no_dropout_is_bit_equal_to_p_zero(
+    memory: GuardedMemory, ops: Ops, dtype: torch.dtype, random: torch.Generator
+) -> None:
     """I9: p = 0 keeps every value, so the mask is exactly one."""
     assert torch.equal(dropout_mask(make_keys(9), 3, 17, 0.0, dtype), torch.ones(9, 17, dtype=dtype))
     linear, _ = make_linear(memory, random, 11, 17, 4, 0, dtype, nf4=False, bias=True)
-    x, scratch = randn(random, 9, 17, dtype=dtype), torch.empty(0, dtype=dtype)
+    x = randn(random, 9, 17, dtype=dtype)
     results = []
     for dropout in (None, Dropout(0.0, make_keys(9))):
         out, u = memory.output(9, 11, dtype=dtype), memory.output(9, 4, dtype=dtype)
-        linear_lora_forward([out], [u], x, [linear], dropout, scratch)
+        ops.linear_lora_forward([out], [u], x, [linear], dropout)
         results.append((out, u))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_mean_over_draws_is_the_value_without_dropout(memory: GuardedMemory, random: torch.Generator) -> None:
+def test_mean_over_draws_is_the_value_without_dropout(
+    memory: GuardedMemory, fp32_ops: Ops, random: torch.Generator
+) -> None:
     """I9: x = 1, p = 0.2, 10^5 draws: the mean of s B A dropout(x) is s B A x within 1 percent."""
     draws = 100_000
     linear, weight = make_linear(memory, random, 2, 3, 2, 0, torch.float32, nf4=False, bias=False)
@@ -158,7 +169,7 @@ def test_mean_over_draws_is_the_value_without_dropout(memory: GuardedMemory, ran
     linear.lora.B.fill_(1.0)
     x = torch.ones(draws, 3)
     out, u = memory.output(draws, 2), memory.output(draws, 2)
-    linear_lora_forward([out], [u], x, [linear], Dropout(0.2, make_keys(draws)), torch.empty(0))
+    fp32_ops.linear_lora_forward([out], [u], x, [linear], Dropout(0.2, make_keys(draws)))
     adapter = out - x @ weight.T
     want = 1.75 * linear.lora.B @ linear.lora.A @ torch.ones(3)
     assert torch.allclose(adapter.mean(0), want, rtol=0.01)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
+from ops.backends import require
+from ops.memory import GuardedMemory
 
 from quatrain.errors import KernelError
+from quatrain.ops import library, native
 from quatrain.ops.nf4 import Nf4Tensor
 from quatrain.ops.nf4.reference import (
     CODE,
@@ -33,6 +38,7 @@ SHAPES = [
 ]
 SHAPES += [(256, 64), (64, 512), (520, 513)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CODE_OF = {torch.float32: library.F32, torch.bfloat16: library.BF16}
 
 
 @pytest.fixture(autouse=True)
@@ -219,3 +225,40 @@ def test_contract_is_checked_at_the_door():
         dequantize(torch.empty(3, 2).T, w)
     with pytest.raises(KernelError, match="got \\(3, 2\\)"):
         dequantize(torch.empty(3, 2), w)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("isa", library.ISAS)
+def test_native_kernels_have_the_bits_of_the_reference(memory: GuardedMemory, isa: str, dtype: torch.dtype) -> None:
+    """Quantising, and dequantising with single and nested statistics, for one and three threads."""
+    require(isa)
+    tied = (CODE[:-1] + CODE[1:]) / 2
+    block = torch.cat([torch.ones(1), tied, tied.nextafter(torch.tensor(2.0)), torch.zeros(33)])
+    weights = [gaussian(shape, dtype) for shape in [*SHAPES, (270, 300)]] + [block.repeat(5).view(5, 64).to(dtype)]
+    weights += [
+        torch.zeros(3, 37, dtype=dtype),
+        (gaussian((9, 70)) * 1e-37).to(dtype),
+        (gaussian((9, 70)) * 1e36).to(dtype),
+    ]
+    for threads in (1, 3):
+        context = library.context(isa, threads)
+        for weight in weights:
+            single = quantize(weight, double_quant=False)
+            codes, absmax, finite = native.quantize(context, weight)
+            assert finite and torch.equal(codes, single.codes) and torch.equal(absmax, single.absmax), weight.shape
+            for stored in (single, quantize(weight, double_quant=True)):
+                entry, out = library.QtWeight(), memory.output(*weight.shape, dtype=dtype)
+                native._fill_weight(entry, stored, dtype)
+                context.call("qt_nf4_dequantize", CODE_OF[dtype], out.data_ptr(), ctypes.byref(entry))
+                assert bits_equal(out, values(stored, dtype)), weight.shape
+        context.close()
+
+
+@pytest.mark.parametrize("isa", library.ISAS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_native_quantising_tells_of_non_finite_weights(isa: str, bad: float) -> None:
+    require(isa)
+    for at in (0, 70, 197):
+        weight = gaussian((2, 99))
+        weight.view(-1)[at] = bad
+        assert not native.quantize(library.context(isa, 2), weight)[2]
