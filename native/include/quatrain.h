@@ -148,6 +148,9 @@ QT_API int32_t qt_nf4_quantize(qt_context *context, int32_t dtype, uint8_t *code
                                const void *values, int64_t n);
 QT_API int32_t qt_nf4_dequantize(qt_context *context, int32_t dtype, void *out, const qt_weight *weight);
 
+/* Every thread does nothing but products from registers, `iterations` rounds: *flops is what all of them did. */
+QT_API int32_t qt_peak(qt_context *context, int32_t dtype, int64_t iterations, double *flops);
+
 #ifdef __cplusplus
 }
 #endif

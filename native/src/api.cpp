@@ -298,4 +298,11 @@ int32_t qt_nf4_dequantize(qt_context *context, int32_t dtype, void *out, const q
   return kernels->nf4_dequantize(context->pool, out, *weight);
 }
 
+int32_t qt_peak(qt_context *context, int32_t dtype, int64_t iterations, double *flops) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !flops || iterations < 1) return QT_BAD_ARGUMENT;
+  *flops = kernels->peak(context->pool, iterations);
+  return QT_OK;
+}
+
 }  // extern "C"

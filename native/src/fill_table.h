@@ -85,6 +85,17 @@ constexpr Kernels make_kernels() {
         return nf4_quantize(pool, codes, absmax, finite, static_cast<const T *>(values), n);
       },
       [](Pool &pool, void *out, const qt_weight &w) { return nf4_dequantize(pool, static_cast<T *>(out), w); },
+      [](Pool &pool, int64_t iterations) {
+        pool.parallel_for(pool.threads(), [&](int64_t, int32_t) {
+          G::thread_begin();
+          G::peak(iterations);
+          G::thread_end();
+        });
+        G::thread_begin();
+        const double each = G::peak(1);
+        G::thread_end();
+        return each * static_cast<double>(iterations) * pool.threads();
+      },
   };
 }
 

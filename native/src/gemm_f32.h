@@ -87,6 +87,22 @@ struct GemmF32 {
     }
   }
 
+  // Nothing but products, from registers: what the machine can do at most. Returns the floating-point operations done.
+  static double peak(int64_t iterations) {
+    constexpr int kVecs = NC / 16;
+    f32x16 acc[MR][kVecs];
+    for (int r = 0; r < MR; ++r)
+      for (int v = 0; v < kVecs; ++v) acc[r][v] = splat(static_cast<float>(r));
+    const f32x16 b = splat(static_cast<float>(iterations & 1));
+    for (int64_t i = 0; i < iterations; ++i)
+      for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < kVecs; ++v) acc[r][v] += acc[r][v] * b;
+    volatile float keep = 0.0f;  // the products must not be optimised away
+    for (int r = 0; r < MR; ++r)
+      for (int v = 0; v < kVecs; ++v) keep = keep + sum_lanes(acc[r][v]);
+    return 2.0 * MR * NC * static_cast<double>(iterations);
+  }
+
   // c [32, 32] = sum over segments of A B (+= when `accumulate`). At least the first `rows` rows and `cols` columns.
   struct Segment {
     const elem *a, *b;

@@ -215,6 +215,17 @@ struct TilePacking {
 struct GemmDot : TilePacking {
   static void thread_begin() {}
   static void thread_end() {}
+  // Nothing but products, from registers: what the machine can do at most. Returns the floating-point operations done.
+  static double peak(int64_t iterations) {
+    __m512 acc[16];
+    for (__m512 &a : acc) a = _mm512_setzero_ps();
+    const auto ones = as<__m512bh>(_mm512_set1_epi32(static_cast<int>(iterations)));
+    for (int64_t i = 0; i < iterations; ++i)
+      for (__m512 &a : acc) a = _mm512_dpbf16_ps(a, ones, ones);
+    volatile float keep = 0.0f;  // the products must not be optimised away
+    for (__m512 &a : acc) keep = keep + sum_lanes(as<f32x16>(a));
+    return 2.0 * 16 * 32 * static_cast<double>(iterations);
+  }
   struct Segment {
     const elem *a, *b;
     int64_t k;
@@ -264,6 +275,23 @@ struct GemmAmx : TilePacking {
     _tile_loadconfig(&config);
   }
   static void thread_end() { _tile_release(); }
+  // Nothing but products, from registers: what the machine can do at most. Returns the floating-point operations done.
+  static double peak(int64_t iterations) {
+    alignas(64) static constexpr float zeros[16 * 16] = {};
+    _tile_loadd(6, zeros, 64);
+    _tile_loadd(7, zeros, 64);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < iterations; ++i) {
+      _tile_dpbf16ps(0, 6, 7);
+      _tile_dpbf16ps(1, 6, 7);
+      _tile_dpbf16ps(2, 6, 7);
+      _tile_dpbf16ps(3, 6, 7);
+    }
+    return 4.0 * 2 * 16 * 16 * 32 * static_cast<double>(iterations);
+  }
   struct Segment {
     const elem *a, *b;
     int64_t k;

@@ -38,6 +38,7 @@ struct Kernels {
                const int64_t *, double, double, double, double, int64_t);
   int (*nf4_quantize)(Pool &, uint8_t *, float *, int32_t *, const void *, int64_t);
   int (*nf4_dequantize)(Pool &, void *, const qt_weight &);
+  double (*peak)(Pool &, int64_t);
 };
 
 // One table for each dtype (QT_F32, QT_BF16). Null where this build does not hold the ISA.
