@@ -262,24 +262,22 @@ struct GemmDot : TilePacking {
 
 #if defined(__AMX_BF16__)
 struct GemmAmx : TilePacking {
+  // Eight tiles of 16 rows of 64 bytes.
+  struct alignas(64) Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
   static void thread_begin() {
-    struct alignas(64) Config {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; ++i) {
-      config.bytes[i] = 64;
-      config.rows[i] = 16;
-    }
+    // Constant data: GCC's intrinsic tells the compiler of the first 8 bytes only, and stores to the rest could be dropped.
+    static constexpr Config config;
     _tile_loadconfig(&config);
   }
   static void thread_end() { _tile_release(); }
   // Nothing but products, from registers: what the machine can do at most. Returns the floating-point operations done.
   static double peak(int64_t iterations) {
-    alignas(64) static constexpr float zeros[16 * 16] = {};
-    _tile_loadd(6, zeros, 64);
-    _tile_loadd(7, zeros, 64);
+    _tile_zero(6);
+    _tile_zero(7);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -309,6 +307,7 @@ struct GemmAmx : TilePacking {
  private:
   template <bool Low, bool Right>
   static void tiles(float *c, const Segment *segments, int count, bool accumulate) {
+    asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory: all stores come first
     if (accumulate) {
       _tile_loadd(0, c, 128);
       if constexpr (Right) _tile_loadd(1, c + 16, 128);

@@ -121,7 +121,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "qt_adamw": (_i32, (*[_ptr] * 10, *[_f64] * 4, _i64)),
     "qt_nf4_quantize": (_i32, (*_context, *[_ptr] * 4, _i64)),
     "qt_nf4_dequantize": (_i32, (*_context, _ptr, _weight)),
-    "qt_peak": (_i32, (*_context, _i64, POINTER(c_double))),
+    "qt_peak": (_i32, (*_context, _i64, _ptr)),
 }
 """Exported symbol -> (type of its result, types of its arguments)."""
 
