@@ -63,7 +63,7 @@ class GgufSource(ModelSource):
         for name, gguf_name in self._gguf_names.items():
             yield name, self._read(name, gguf_name)
 
-    def tokenizer(self) -> Tokenizer | None:
+    def read_tokenizer(self) -> Tokenizer | None:
         from quatrain.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 
         return tokenizer_from_gguf(self._file.metadata, str(self.path))

@@ -56,7 +56,7 @@ class HfFolder(ModelSource):
             else:
                 yield name, self._read(name)
 
-    def tokenizer(self) -> Tokenizer | None:
+    def read_tokenizer(self) -> Tokenizer | None:
         from quatrain.data.tokenizer import Tokenizer
 
         return Tokenizer.from_folder(self.folder)

@@ -54,8 +54,16 @@ class ModelSource(ABC):
         """(name, tensor) for each of `inventory`, read when asked for; the source keeps no reference to it."""
 
     @abstractmethod
-    def tokenizer(self) -> Tokenizer | None:
+    def read_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None if there is none."""
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        return self.read_tokenizer()
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, or None if there is none; built once."""
+        return self._tokenizer
 
     @property
     def num_bytes(self) -> int:
