@@ -9,9 +9,20 @@ import torch
 from oracles import families, hf
 
 from quatrain.config import InstructConfig
+from quatrain.ops import library
 from quatrain.train.pipeline import InstructPipeline
 
 SETTINGS = {"lora_rank": 4, "lora_alpha": 6.0, "compute_dtype": "fp32", "max_seq_len": 64, "micro_batch_tokens": 64}
+
+
+def every_kernels() -> list[str]:
+    """The reference ops, and each instruction set that this build and this machine have."""
+    return ["reference", *(library.supported_isas() if library.available()[0] else [])]
+
+
+def chosen_kernels() -> list[str]:
+    """Of those, what stands for all where a test is long: reference, portable and the strongest."""
+    return list(dict.fromkeys(name for name in (*every_kernels()[:2], every_kernels()[-1])))
 
 
 def make_config(**options: Any) -> InstructConfig:

@@ -14,7 +14,9 @@ import pytest
 import tolerances as tol
 import torch
 from oracles import families, hf
-from oracles.engine import make_config, open_oracle, open_pipeline
+from oracles.engine import every_kernels, make_config, open_oracle, open_pipeline
+
+from quatrain.ops import library
 
 LENGTHS = [2, 9, 14, 17]
 """Ascending: transformers' dynamic rope keeps the frequencies of a longer row for a shorter one that is still long."""
@@ -71,6 +73,22 @@ def test_every_family_in_fp32_and_fp64(tmp_path: Path, variant: families.Variant
         compare(f"{variant} {quantize} {dtype}", ours, theirs, bound)
 
 
+@pytest.mark.parametrize("variant", families.ONE_PER_FAMILY, ids=str)
+def test_every_instruction_set(tmp_path: Path, variant: families.Variant) -> None:
+    """The native kernels of each and the reference ops, in fp32 with the bound of the table; norms too, with a row that
+    is longer than a tile."""
+    rows = hf.make_rows([*LENGTHS, 40], families.VOCAB)
+    theirs = hf.loss_and_gradients(open_oracle(variant, make_config(train_norms=True)), rows)
+    kernels = every_kernels()
+    for name in kernels:
+        config = make_config(train_norms=True, kernels=name)
+        ours = open_pipeline(variant, tmp_path / name, config)
+        assert ours.layout.backend.name == (name if name == "reference" else f"native {name}")
+        compare(f"{variant} {name}", ours.loss_and_gradients(rows), theirs, tol.ENGINE_FP32)
+    if len(kernels) == 1:
+        pytest.skip(f"reference ops only: {library.available()[1]}")
+
+
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("variant", families.ONE_PER_FAMILY, ids=str)
 def test_every_kind_of_adapter(tmp_path: Path, variant: families.Variant, options: dict[str, Any]) -> None:
@@ -93,14 +111,15 @@ def test_plain_transformers_and_peft_say_the_same(tmp_path: Path, variant: famil
 
 @pytest.mark.parametrize("variant", families.ONE_PER_FAMILY, ids=str)
 def test_bf16_stays_within_its_roundings(tmp_path: Path, variant: families.Variant) -> None:
-    """Gradients are fp32 sums of bf16 products; the loss stays within one ulp of bf16."""
+    """Gradients are fp32 sums of bf16 products; the loss stays within one ulp of bf16. For every implementation."""
     rows = hf.make_rows(LENGTHS, families.VOCAB)
-    config = make_config(compute_dtype="bf16", train_norms=True)
-    theirs = hf.loss_and_gradients(open_oracle(variant, config), rows)
-    ours = open_pipeline(variant, tmp_path, config).loss_and_gradients(rows)
-    assert ours[0] == pytest.approx(theirs[0], rel=torch.finfo(torch.bfloat16).eps)
-    assert all(gradient.dtype == torch.float32 for gradient in ours[1].values())
-    compare(f"{variant} bf16", ours, theirs, tol.ENGINE_BF16)
+    theirs = hf.loss_and_gradients(open_oracle(variant, make_config(train_norms=True)), rows)
+    for name in every_kernels():
+        config = make_config(compute_dtype="bf16", train_norms=True, kernels=name)
+        ours = open_pipeline(variant, tmp_path / name, config).loss_and_gradients(rows)
+        assert ours[0] == pytest.approx(theirs[0], rel=torch.finfo(torch.bfloat16).eps)
+        assert all(gradient.dtype == torch.float32 for gradient in ours[1].values())
+        compare(f"{variant} {name} bf16", ours, theirs, tol.ENGINE_BF16)
 
 
 @pytest.mark.parametrize("train_norms", [False, True], ids=["adapters", "norms-too"])

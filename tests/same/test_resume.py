@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from same.conftest import arithmetic_options
 from tiny_model import write_rows, write_tiny_model
 
 from quatrain.checkpoint.resume import newest_complete
@@ -28,25 +30,35 @@ class StopAfter(Reporter):
             self.stop.request()
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@dataclass(frozen=True)
+class World:
+    """A model and rows on disk, and the arithmetic of every run on them."""
+
+    folder: Path
+    options: dict[str, Any]
+
+
+@pytest.fixture(scope="module", params=[("reference", "fp32"), ("best", "fp32"), ("best", "bf16")], ids="-".join)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    options = arithmetic_options(*request.param)
     folder = tmp_path_factory.mktemp("world")
     write_tiny_model(folder / "model")
     write_rows(folder / "rows.jsonl", 20)
-    return folder
+    return World(folder, options)
 
 
 OPTIONS: dict[str, Any] = {
     "epochs": 2, "batch_size": 2, "accumulation": 2, "learning_rate": 5e-3, "lora_rank": 4, "lora_dropout": 0.2,
-    "val_split": 0.15, "eval_every": 3, "save_every": 4, "compute_dtype": "fp32", "max_seq_len": 64, "seed": 3,
+    "val_split": 0.15, "eval_every": 3, "save_every": 4, "max_seq_len": 64, "seed": 3,
     "threads": 2,
 }  # fmt: skip
 
 
-def run(world: Path, out: Path, stop_after: int | None = None, **more: Any) -> Outcome:
+def run(world: World, out: Path, stop_after: int | None = None, **more: Any) -> Outcome:
     given = {"out": str(out), **more}
     if not more.get("resume"):
-        given = {"model": str(world / "model"), "data": [str(world / "rows.jsonl")], **OPTIONS, **given}
+        files = {"model": str(world.folder / "model"), "data": [str(world.folder / "rows.jsonl")]}
+        given = {**files, **OPTIONS, **world.options, **given}
     stop = StopRequest()
     return train(given, StopAfter(stop, stop_after) if stop_after else Reporter(), stop)
 
@@ -72,14 +84,14 @@ def assert_same(one: Path, other: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(world: Path) -> Path:
-    outcome = run(world, world / "unbroken")
+def unbroken(world: World) -> Path:
+    outcome = run(world, world.folder / "unbroken")
     assert outcome.ending == "finished" and outcome.steps == outcome.total_steps == 10
-    return world / "unbroken"
+    return world.folder / "unbroken"
 
 
 @pytest.mark.parametrize("stops", [[1, 4, 9], [7], [10]])
-def test_resumed_is_unbroken_bit_for_bit(world: Path, unbroken: Path, tmp_path: Path, stops: list[int]) -> None:
+def test_resumed_is_unbroken_bit_for_bit(world: World, unbroken: Path, tmp_path: Path, stops: list[int]) -> None:
     out = tmp_path / "run"
     for index, stop in enumerate(stops):
         outcome = run(world, out, stop_after=stop, **({"resume": True} if index else {}))
@@ -89,7 +101,7 @@ def test_resumed_is_unbroken_bit_for_bit(world: Path, unbroken: Path, tmp_path: 
     assert history(out) == history(unbroken)
 
 
-def test_a_broken_newest_checkpoint_costs_steps_but_no_bits(world: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_a_broken_newest_checkpoint_costs_steps_but_no_bits(world: World, unbroken: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run(world, out, stop_after=6)
     (out / "checkpoints" / "step-000006" / "state.safetensors").write_bytes(b"")
@@ -98,7 +110,7 @@ def test_a_broken_newest_checkpoint_costs_steps_but_no_bits(world: Path, unbroke
     assert history(out) == history(unbroken)
 
 
-def test_a_run_may_be_moved(world: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_a_run_may_be_moved(world: World, unbroken: Path, tmp_path: Path) -> None:
     run(world, tmp_path / "here", stop_after=4)
     (tmp_path / "here").rename(tmp_path / "there")
     outcome = run(world, tmp_path / "there", resume=True)
@@ -106,13 +118,13 @@ def test_a_run_may_be_moved(world: Path, unbroken: Path, tmp_path: Path) -> None
     assert_same(tmp_path / "there", unbroken)
 
 
-def test_the_comparison_can_fail(world: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_the_comparison_can_fail(world: World, unbroken: Path, tmp_path: Path) -> None:
     run(world, tmp_path / "run", seed=4)
     with pytest.raises(AssertionError):
         assert_same(tmp_path / "run", unbroken)
 
 
-def test_evaluating_changes_no_bit_of_training(world: Path, unbroken: Path, tmp_path: Path) -> None:
+def test_evaluating_changes_no_bit_of_training(world: World, unbroken: Path, tmp_path: Path) -> None:
     run(world, tmp_path / "run", eval_every="epoch")
     a, b = bits(tmp_path / "run"), bits(unbroken)
     assert all(torch.equal(a[name], b[name]) for name in b)

@@ -43,15 +43,14 @@ def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> 
     assert not different, different[:5]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_recompute_all_none_or_some(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: families.Variant, dtype: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: families.Variant, arithmetic: dict[str, Any]
 ) -> None:
     """Tolerance 0, with dropout (I14): the recompute runs the same ops on the same bits. `auto` is given a budget that
     keeps some blocks and not others."""
     monkeypatch.setattr("quatrain.engine.setup.resident_bytes", lambda: 0)  # else it differs from one call to the next
-    options = {"compute_dtype": dtype, "lora_dropout": DROPOUT, "train_norms": True}
+    options = {**arithmetic, "lora_dropout": DROPOUT, "train_norms": True}
     none, block = (
         open_pipeline(variant, tmp_path / mode, make_config(checkpoint=mode, **options)) for mode in ("none", "block")
     )
@@ -70,7 +69,8 @@ def test_recompute_all_none_or_some(
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_one_batch_equals_its_split(tmp_path: Path, variant: families.Variant, dropout: float) -> None:
     """One micro-batch, one a row, and an uneven split, with the same dropout masks. Not bit for bit: dA and dB are sums
-    over tokens, which a split adds up in another order. In fp64 that order is all that is left."""
+    over tokens, which a split adds up in another order. In fp64 that order is all that is left. Native kernels in
+    fp32, the reference in fp64."""
     splits: list[list[list[int]]] = [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[0, 1], [2, 3, 4], [5]]]
     for dtype, bound in (("fp32", tol.OPTIMIZER * 10), ("fp64", 1e-12)):
         options = {"compute_dtype": dtype, "lora_dropout": dropout, "train_norms": True, "adam_eps": 1e-3}
@@ -86,9 +86,11 @@ def test_one_batch_equals_its_split(tmp_path: Path, variant: families.Variant, d
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_split_at_single_rows_is_the_same_run_twice(tmp_path: Path, variant: families.Variant) -> None:
+def test_a_split_at_single_rows_is_the_same_run_twice(
+    tmp_path: Path, variant: families.Variant, arithmetic: dict[str, Any]
+) -> None:
     """Tolerance 0 where the order is the same: the engine's own split at its capacity, and that split given by hand."""
-    options = {"micro_batch_tokens": 20, "max_seq_len": 17, "lora_dropout": DROPOUT}
+    options = {**arithmetic, "micro_batch_tokens": 20, "max_seq_len": 17, "lora_dropout": DROPOUT}
     pipeline = open_pipeline(variant, tmp_path / "own", make_config(**options))
     results = [pipeline.train_step(rows_of_step(step)) for step in range(STEPS)]
     by_hand, state = run(variant, tmp_path / "hand", [[0, 1], [2], [3, 4], [5]], **options)
@@ -123,10 +125,25 @@ def test_packed_equals_alone(tmp_path: Path, variant: families.Variant, options:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_evaluation_is_pure(tmp_path: Path, variant: families.Variant) -> None:
+def test_packed_equals_alone_bit_for_bit_on_native_kernels(
+    tmp_path: Path, variant: families.Variant, arithmetic: dict[str, Any]
+) -> None:
+    """A native kernel computes each row of its output by itself, wherever in the stream the row lies: tolerance 0."""
+    if arithmetic["kernels"] == "reference":
+        pytest.skip("torch blocks a product by the number of its rows")
+    rows = hf.make_rows([6, 33, 9, 1, 17, 40], families.VOCAB, seed=8)
+    pipeline = open_pipeline(variant, tmp_path, make_config(micro_batch_tokens=128, **arithmetic))
+    packed = pipeline.token_losses(rows)
+    assert torch.equal(torch.cat([pipeline.token_losses([row]) for row in rows]), packed)
+    hidden = pipeline.hidden_states(rows)
+    assert torch.equal(torch.cat([pipeline.hidden_states([row]) for row in rows]), hidden)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_evaluation_is_pure(tmp_path: Path, variant: families.Variant, arithmetic: dict[str, Any]) -> None:
     """Q3, Q4, I8: the same number for any batch; training with evaluations in between is bit for bit the training
     without, with dropout on."""
-    options = {"lora_dropout": DROPOUT}
+    options = {**arithmetic, "lora_dropout": DROPOUT}
     held_out = hf.make_rows([5, 9, 17, 3, 12, 7, 4], families.VOCAB, seed=9)
     with_eval, without = (open_pipeline(variant, tmp_path / name, make_config(**options)) for name in "ab")
     for step in range(STEPS):
@@ -144,14 +161,15 @@ def test_evaluation_is_pure(tmp_path: Path, variant: families.Variant) -> None:
     assert tokens == whole.total_response_tokens
     mean = sum(loss.avg_loss * loss.total_response_tokens for loss in losses) / tokens
     assert mean == pytest.approx(whole.avg_loss, rel=1e-6)
-    plain = open_pipeline(variant, tmp_path / "c", make_config())
+    plain = open_pipeline(variant, tmp_path / "c", make_config(**arithmetic))
     for name, master in plain.adapters.named().items():
         master.copy_(with_eval.adapters.named()[name])
+    plain.adapters.refresh()
     assert plain.evaluate(held_out) == whole  # dropout does not reach it
 
 
-def test_the_same_run_twice_has_the_same_bits(tmp_path: Path) -> None:
-    options = {"lora_dropout": DROPOUT, "train_norms": True}
+def test_the_same_run_twice_has_the_same_bits(tmp_path: Path, arithmetic: dict[str, Any]) -> None:
+    options = {**arithmetic, "lora_dropout": DROPOUT, "train_norms": True}
     first, second = (run(VARIANTS[2], tmp_path / name, **options) for name in "ab")
     assert first[0] == second[0]
     assert_same_bits(first[1], second[1])
@@ -159,10 +177,10 @@ def test_the_same_run_twice_has_the_same_bits(tmp_path: Path) -> None:
     assert other[0] != first[0]
 
 
-def test_slots_of_an_earlier_longer_batch_do_not_leak(tmp_path: Path) -> None:
+def test_slots_of_an_earlier_longer_batch_do_not_leak(tmp_path: Path, arithmetic: dict[str, Any]) -> None:
     """Tolerance 0: a short batch after a long one gives what it gives on a fresh arena."""
     long, short = hf.make_rows([17, 17, 17], families.VOCAB), hf.make_rows([3], families.VOCAB, seed=2)
-    used, fresh = (open_pipeline(VARIANTS[1], tmp_path / name, make_config()) for name in "ab")
+    used, fresh = (open_pipeline(VARIANTS[1], tmp_path / name, make_config(**arithmetic)) for name in "ab")
     used.loss_and_gradients(long)
     loss, gradients = used.loss_and_gradients(short)
     want_loss, want = fresh.loss_and_gradients(short)
@@ -171,9 +189,13 @@ def test_slots_of_an_earlier_longer_batch_do_not_leak(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "none"}, {"clip": "layer"}, {"quantize": "none"}], ids=str)
-def test_the_arena_is_the_plan_and_nothing_is_written_beside_it(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_arena_is_the_plan_and_nothing_is_written_beside_it(
+    tmp_path: Path, options: dict[str, Any], arithmetic: dict[str, Any]
+) -> None:
     """A full step on poisoned, guarded slots: no read of unwritten memory (a NaN would show), no stray write."""
-    pipeline = open_pipeline(VARIANTS[2], tmp_path, make_config(train_norms=True, lora_dropout=DROPOUT, **options))
+    pipeline = open_pipeline(
+        VARIANTS[2], tmp_path, make_config(train_norms=True, lora_dropout=DROPOUT, **arithmetic, **options)
+    )
     arena, plan = pipeline.engine.arena, pipeline.plan()
     assert arena.poisoned
     assert arena.nbytes == sum(slot.nbytes for slot in plan.slots)
