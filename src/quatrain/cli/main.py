@@ -18,8 +18,8 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-# Starting makes several hundred thousand objects that stay (torch's modules, a vocabulary). At Python's default of 700 a
-# collection, looking through them again and again takes a third of the start.
+# Starting makes several hundred thousand objects that stay (torch's modules, a vocabulary). At Python's default of 700
+# a collection, looking through them again and again takes a third of the start.
 _OBJECTS_A_COLLECTION = 100_000
 COMMANDS = (train, check, plan, evaluate, chat, cache, doctor)
 for module in COMMANDS:
