@@ -3,6 +3,8 @@
  * Promises: no allocation inside a kernel (scratch is the caller's; each op that needs it has a _scratch_bytes twin), no
  * hidden global state, no dependence of any result on the thread count, status codes instead of in-band errors.
  *
+ * Scratch must be aligned to 64 bytes. Asking whether AMX is supported also asks the kernel for permission to use it.
+ *
  * Matrices are row-major and contiguous unless a leading dimension is passed. `dtype` names the type of activations and
  * compute copies: QT_F32 or QT_BF16. Accumulation, norms, softmax, losses, masters and moments are fp32.
  */

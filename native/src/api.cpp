@@ -1,5 +1,6 @@
 // The C ABI: argument checks, the choice of ISA, and the hand-over to its kernels.
 #include <new>
+#include <system_error>
 
 #include "table.h"
 
@@ -92,6 +93,20 @@ bool bad_group(const qt_linear *linears, int64_t count, int64_t tokens, const qt
   return false;
 }
 
+bool bad_scratch(const void *scratch, size_t bytes) {
+  return bytes > 0 && (!scratch || reinterpret_cast<uintptr_t>(scratch) % 64 != 0);
+}
+
+// What an adapter, and an output that is written, must bring.
+bool lacks_pointers(const qt_linear *linears, int64_t count, bool out, bool gradients) {
+  for (int64_t i = 0; i < count; ++i) {
+    const qt_linear &l = linears[i];
+    if (out && !l.out) return true;
+    if (l.rank && (!l.lora_a || !l.lora_b || !l.u || (gradients && (!l.grad_a || !l.grad_b)))) return true;
+  }
+  return false;
+}
+
 bool bad_attention(const qt_attention *shape) {
   return !shape || shape->kv_heads < 1 || shape->heads < 1 || shape->heads % shape->kv_heads || shape->dim < 1 ||
          shape->window < 0;
@@ -133,7 +148,12 @@ int32_t qt_best_isa(void) {
 int32_t qt_context_create(qt_context **out, int32_t isa, int32_t threads) {
   if (!out || threads < 1 || threads > 1024) return QT_BAD_ARGUMENT;
   if (!qt_isa_supported(isa)) return QT_UNSUPPORTED;
-  *out = new (std::nothrow) qt_context(threads, kernels_of(isa, QT_F32), kernels_of(isa, QT_BF16));
+  *out = nullptr;
+  try {
+    *out = new qt_context(threads, kernels_of(isa, QT_F32), kernels_of(isa, QT_BF16));
+  } catch (const std::bad_alloc &) {
+  } catch (const std::system_error &) {  // no thread to be had
+  }
   return *out ? QT_OK : QT_NO_MEMORY;
 }
 
@@ -151,6 +171,7 @@ int32_t qt_linear_forward(qt_context *context, int32_t dtype, const void *x, con
                           size_t scratch_bytes) {
   const qt::Kernels *kernels = kernels_for(context, dtype);
   if (!kernels || !x || bad_group(linears, count, tokens, dropout) || (residual && count != 1)) return QT_BAD_ARGUMENT;
+  if (lacks_pointers(linears, count, true, false) || bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
   return kernels->linear_forward(context->pool, x, linears, count, residual, tokens, dropout, scratch, scratch_bytes);
 }
 
@@ -158,6 +179,7 @@ int32_t qt_lora_down(qt_context *context, int32_t dtype, const void *x, const qt
                      int64_t tokens, const qt_dropout *dropout, void *scratch, size_t scratch_bytes) {
   const qt::Kernels *kernels = kernels_for(context, dtype);
   if (!kernels || !x || bad_group(linears, count, tokens, dropout)) return QT_BAD_ARGUMENT;
+  if (lacks_pointers(linears, count, false, false) || bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
   return kernels->lora_down(context->pool, x, linears, count, tokens, dropout, scratch, scratch_bytes);
 }
 
@@ -173,6 +195,7 @@ int32_t qt_linear_backward(qt_context *context, int32_t dtype, void *dx, const v
                            int64_t count, int64_t tokens, const qt_dropout *dropout, void *scratch, size_t scratch_bytes) {
   const qt::Kernels *kernels = kernels_for(context, dtype);
   if (!kernels || !dx || !x || bad_group(linears, count, tokens, dropout)) return QT_BAD_ARGUMENT;
+  if (lacks_pointers(linears, count, true, true) || bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
   return kernels->linear_backward(context->pool, dx, x, linears, count, tokens, dropout, scratch, scratch_bytes);
 }
 
@@ -188,6 +211,7 @@ int32_t qt_attention_forward(qt_context *context, int32_t dtype, void *out, floa
                              void *scratch, size_t scratch_bytes) {
   const qt::Kernels *kernels = kernels_for(context, dtype);
   if (!kernels || bad_attention(shape) || bad_rows(cu_seqlens, rows) || !out || !lse || !q || !k || !v) return QT_BAD_ARGUMENT;
+  if (bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
   return kernels->attention_forward(context->pool, out, lse, q, k, v, cu_seqlens, rows, *shape, scratch, scratch_bytes);
 }
 
@@ -205,6 +229,7 @@ int32_t qt_attention_backward(qt_context *context, int32_t dtype, void *dq, void
   const qt::Kernels *kernels = kernels_for(context, dtype);
   if (!kernels || bad_attention(shape) || bad_rows(cu_seqlens, rows)) return QT_BAD_ARGUMENT;
   if (!dq || !dk || !dv || !dout || !out || !lse || !q || !k || !v) return QT_BAD_ARGUMENT;
+  if (bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
   return kernels->attention_backward(context->pool, dq, dk, dv, dout, out, lse, q, k, v, cu_seqlens, rows, *shape, scratch,
                                      scratch_bytes);
 }
@@ -263,6 +288,7 @@ int32_t qt_head_loss(qt_context *context, int32_t dtype, float *losses, void *dh
   if (!kernels || !hidden_states || !head || !logits || num_rows < 0 || tokens < 1 || hidden < 1 || vocab < 1 || chunk < 1)
     return QT_BAD_ARGUMENT;
   if (num_rows > 0 && (!losses || !rows || !targets)) return QT_BAD_ARGUMENT;
+  if (bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
   return kernels->head_loss(context->pool, losses, dhidden, hidden_states, rows, targets, num_rows, head, tokens, hidden,
                             vocab, logits, chunk, scratch, scratch_bytes);
 }

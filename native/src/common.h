@@ -33,8 +33,9 @@ using f32x16 = float __attribute__((vector_size(64)));
 using i32x16 = int32_t __attribute__((vector_size(64)));
 using u32x16 = uint32_t __attribute__((vector_size(64)));
 using u16x16 = uint16_t __attribute__((vector_size(32)));
-using f32x16_u = float __attribute__((vector_size(64), aligned(4), may_alias));
-using u16x16_u = uint16_t __attribute__((vector_size(32), aligned(2), may_alias));
+// Unaligned ones, as typedefs: Clang ignores `aligned` in an alias declaration.
+typedef float f32x16_u __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint16_t u16x16_u __attribute__((vector_size(32), aligned(2), may_alias));
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAlign = 64;
@@ -197,9 +198,9 @@ inline f32x16 exp16(f32x16 x) {
 
 // A bump allocator over the caller's scratch. Every piece is aligned; `ok` tells whether all of them fitted.
 struct Scratch {
-  char *base;
+  uintptr_t base;  // 0 when only counting
   size_t size, used;
-  Scratch(void *memory, size_t bytes) : base(static_cast<char *>(memory)), size(bytes), used(0) {}
+  Scratch(void *memory, size_t bytes) : base(reinterpret_cast<uintptr_t>(memory)), size(bytes), used(0) {}
   template <class T>
   T *take(int64_t count) {
     const size_t bytes = static_cast<size_t>(round_up(count * static_cast<int64_t>(sizeof(T)), kAlign));

@@ -21,10 +21,17 @@ inline void relax() {
 }  // namespace
 
 Pool::Pool(int32_t threads) : threads_(threads) {
-  for (int32_t i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  try {
+    for (int32_t i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
+  } catch (...) {  // the system refuses another thread: end those that run, tell the caller
+    join();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { join(); }
+
+void Pool::join() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_.store(true);

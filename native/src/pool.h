@@ -44,6 +44,7 @@ class Pool {
   void run(Task task, int64_t items);
   void work(int32_t thread);
   void drain(int32_t thread);
+  void join();
 
   const int32_t threads_;
   std::vector<std::thread> workers_;
