@@ -128,9 +128,9 @@ inline float sum_lanes(f32x16 x) {
 inline float max_lanes(f32x16 x) {
   alignas(64) float v[kLanes];
   store16(v, x);
-  float most = v[0];
-  for (int64_t i = 1; i < kLanes; ++i) most = v[i] > most ? v[i] : most;
-  return most;
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
+  return v[0];
 }
 
 // 1 / x to 1 ULP, for x that is neither denormal nor close to overflow.

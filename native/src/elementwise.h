@@ -40,10 +40,10 @@ int rms_norm_backward(Pool &pool, T *dx, float *dweight, const T *dout, const T 
   if (dweight)  // by columns, each summed over the rows in order; before dx, which may be dout
     pool.parallel_for(ceil_div(d, kLanes), [&](int64_t item, int32_t) {
       const int64_t i = item * kLanes;
-      f32x16 sum = load_part(dweight + i, d - i);
+      f32x16 sum = splat(0.0f);
       for (int64_t row = 0; row < rows; ++row)
         sum += load_part(dout + row * d + i, d - i) * load_part(x + row * d + i, d - i) * rstd[row];
-      store_part(dweight + i, sum, d - i);
+      store_part(dweight + i, load_part(dweight + i, d - i) + sum, d - i);
     });
   for_rows(pool, rows, [&](int64_t row) {
     const T *in = x + row * d, *grad = dout + row * d;

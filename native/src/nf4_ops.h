@@ -32,11 +32,43 @@ int nf4_dequantize(Pool &pool, T *out, const qt_weight &w) {
   return QT_OK;
 }
 
+// Midpoints of neighbouring codes.
+alignas(64) inline constexpr float kMidpoints[16] = {
+    (kNf4Code[0] + kNf4Code[1]) / 2,   (kNf4Code[1] + kNf4Code[2]) / 2,   (kNf4Code[2] + kNf4Code[3]) / 2,
+    (kNf4Code[3] + kNf4Code[4]) / 2,   (kNf4Code[4] + kNf4Code[5]) / 2,   (kNf4Code[5] + kNf4Code[6]) / 2,
+    (kNf4Code[6] + kNf4Code[7]) / 2,   (kNf4Code[7] + kNf4Code[8]) / 2,   (kNf4Code[8] + kNf4Code[9]) / 2,
+    (kNf4Code[9] + kNf4Code[10]) / 2,  (kNf4Code[10] + kNf4Code[11]) / 2, (kNf4Code[11] + kNf4Code[12]) / 2,
+    (kNf4Code[12] + kNf4Code[13]) / 2, (kNf4Code[13] + kNf4Code[14]) / 2, (kNf4Code[14] + kNf4Code[15]) / 2,
+};
+
 // The index of the nearest code, the lower one on a tie: how many midpoints lie below the value.
 inline i32x16 nearest_code(f32x16 x) {
+#if defined(__AVX512F__)
+  // Binary search: index += s where x is above the midpoint s - 1 further.
+  const __m512 midpoints = _mm512_load_ps(kMidpoints);
+  __m512i index = _mm512_setzero_si512();
+  for (int s = 8; s > 0; s /= 2) {
+    const __m512 midpoint = _mm512_permutexvar_ps(_mm512_add_epi32(index, _mm512_set1_epi32(s - 1)), midpoints);
+    const __mmask16 above = _mm512_cmp_ps_mask(as<__m512>(x), midpoint, _CMP_GT_OQ);
+    index = _mm512_mask_add_epi32(index, above, index, _mm512_set1_epi32(s));
+  }
+  return as<i32x16>(index);
+#else
   i32x16 index = {};
-  for (int c = 0; c < 15; ++c) index -= x > splat((kNf4Code[c] + kNf4Code[c + 1]) / 2);
+  for (int c = 0; c < 15; ++c) index -= x > splat(kMidpoints[c]);
   return index;
+#endif
+}
+
+inline f32x16 abs16(f32x16 x) { return as<f32x16>(as<u32x16>(x) & 0x7FFFFFFFu); }
+
+// Two indices to a byte, the even one high.
+inline void pack_codes(uint8_t *out, i32x16 index) {
+  using u64x8 = uint64_t __attribute__((vector_size(64)));
+  using u8x8 = uint8_t __attribute__((vector_size(8)));
+  const u64x8 pairs = as<u64x8>(index);  // little endian: the even index is the low half
+  const u8x8 bytes = __builtin_convertvector(pairs << 4 | pairs >> 32, u8x8);
+  std::memcpy(out, &bytes, sizeof(bytes));
 }
 
 // codes [ceil(n / 2)] and absmax [ceil(n / 64)] = from n values. `finite` is cleared where a block holds NaN or infinity.
@@ -53,7 +85,7 @@ int nf4_quantize(Pool &pool, uint8_t *codes, float *absmax, int32_t *finite, con
       f32x16 x[4], top = splat(0.0f), bad = splat(0.0f);
       for (int v = 0; v < 4; ++v) {
         x[v] = size > v * kLanes ? load_part(values + start + v * kLanes, size - v * kLanes) : splat(0.0f);
-        top = max(top, max(x[v], -x[v]));
+        top = max(top, abs16(x[v]));
         bad += x[v] * 0.0f;  // 0 for finite values, NaN for the others
       }
       float most = max_lanes(top);
@@ -63,17 +95,13 @@ int nf4_quantize(Pool &pool, uint8_t *codes, float *absmax, int32_t *finite, con
       if (!full) most = safe;  // a partial last block stores what it divides by
       absmax[b] = most;
       const float reciprocal = 1.0f / safe;
-      alignas(64) int32_t index[kNf4Block];
+      uint8_t packed[kNf4Block / 2];
       for (int v = 0; v < 4; ++v) {
         const f32x16 scaled = full ? x[v] * reciprocal : x[v] / safe;
-        const i32x16 code = nearest_code(min(max(scaled, splat(-1.0f)), splat(1.0f)));
-        std::memcpy(index + v * kLanes, &code, sizeof(code));
+        pack_codes(packed + v * 8, nearest_code(min(max(scaled, splat(-1.0f)), splat(1.0f))));
       }
-      uint8_t *out = codes + start / 2;
-      for (int64_t i = 0; i < size; i += 2) {
-        const int32_t odd = i + 1 < size ? index[i + 1] : 7;  // the missing last element is the code of 0
-        out[i / 2] = static_cast<uint8_t>(index[i] << 4 | odd);
-      }
+      // A missing last element was loaded as 0: its code is that of 0.
+      std::memcpy(codes + start / 2, packed, static_cast<size_t>((size + 1) / 2));
     }
   });
   return QT_OK;
