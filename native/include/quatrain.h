@@ -129,12 +129,12 @@ QT_API int32_t qt_embedding(qt_context *context, int32_t dtype, void *out, const
                             int64_t rows, int64_t dim);
 
 /* Head and cross-entropy on `num_rows` rows: losses [num_rows] =, dhidden [tokens, hidden] = (NULL: losses only), the
- * gradient of the sum of the losses. head [vocab, hidden]; logits: scratch, fp32 [chunk, vocab]. */
+ * gradient of the sum of the losses. head [vocab, hidden]; `chunk` rows are worked on at a time. No logit is stored. */
 QT_API size_t qt_head_loss_scratch_bytes(const qt_context *context, int32_t dtype, int64_t chunk, int64_t hidden,
                                          int64_t vocab);
 QT_API int32_t qt_head_loss(qt_context *context, int32_t dtype, float *losses, void *dhidden, const void *hidden_states,
                             const int64_t *rows, const int64_t *targets, int64_t num_rows, const void *head,
-                            int64_t tokens, int64_t hidden, int64_t vocab, float *logits, int64_t chunk, void *scratch,
+                            int64_t tokens, int64_t hidden, int64_t vocab, int64_t chunk, void *scratch,
                             size_t scratch_bytes);
 
 /* Flat segments. *out = sum of squares (fp64); `partial` is scratch of qt_sum_squares_partials(n) doubles. */

@@ -283,14 +283,14 @@ size_t qt_head_loss_scratch_bytes(const qt_context *context, int32_t dtype, int6
 
 int32_t qt_head_loss(qt_context *context, int32_t dtype, float *losses, void *dhidden, const void *hidden_states,
                      const int64_t *rows, const int64_t *targets, int64_t num_rows, const void *head, int64_t tokens,
-                     int64_t hidden, int64_t vocab, float *logits, int64_t chunk, void *scratch, size_t scratch_bytes) {
+                     int64_t hidden, int64_t vocab, int64_t chunk, void *scratch, size_t scratch_bytes) {
   const qt::Kernels *kernels = kernels_for(context, dtype);
-  if (!kernels || !hidden_states || !head || !logits || num_rows < 0 || tokens < 1 || hidden < 1 || vocab < 1 || chunk < 1)
+  if (!kernels || !hidden_states || !head || num_rows < 0 || tokens < 1 || hidden < 1 || vocab < 1 || chunk < 1)
     return QT_BAD_ARGUMENT;
   if (num_rows > 0 && (!losses || !rows || !targets)) return QT_BAD_ARGUMENT;
   if (bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
   return kernels->head_loss(context->pool, losses, dhidden, hidden_states, rows, targets, num_rows, head, tokens, hidden,
-                            vocab, logits, chunk, scratch, scratch_bytes);
+                            vocab, chunk, scratch, scratch_bytes);
 }
 
 int64_t qt_sum_squares_partials(int64_t n) { return n / qt::kSumPiece + 1; }

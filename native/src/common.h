@@ -119,18 +119,26 @@ inline void store_part(T *p, f32x16 x, int64_t n) {
 
 // Lanes summed pairwise, always in the same order.
 inline float sum_lanes(f32x16 x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(as<__m512>(x));
+#else
   alignas(64) float v[kLanes];
   store16(v, x);
   for (int64_t half = kLanes / 2; half > 0; half /= 2)
     for (int64_t i = 0; i < half; ++i) v[i] += v[i + half];
   return v[0];
+#endif
 }
 inline float max_lanes(f32x16 x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(as<__m512>(x));
+#else
   alignas(64) float v[kLanes];
   store16(v, x);
   for (int64_t half = kLanes / 2; half > 0; half /= 2)
     for (int64_t i = 0; i < half; ++i) v[i] = v[i] > v[i + half] ? v[i] : v[i + half];
   return v[0];
+#endif
 }
 
 // 1 / x to 1 ULP, for x that is neither denormal nor close to overflow.

@@ -69,10 +69,10 @@ constexpr Kernels make_kernels() {
       },
       H::scratch,
       [](Pool &pool, float *losses, void *dhidden, const void *hidden, const int64_t *rows, const int64_t *targets,
-         int64_t num_rows, const void *head, int64_t tokens, int64_t width, int64_t vocab, float *logits, int64_t chunk,
-         void *scratch, size_t bytes) {
+         int64_t num_rows, const void *head, int64_t tokens, int64_t width, int64_t vocab, int64_t chunk, void *scratch,
+         size_t bytes) {
         return H::run(pool, losses, static_cast<T *>(dhidden), static_cast<const T *>(hidden), rows, targets, num_rows,
-                      static_cast<const T *>(head), tokens, width, vocab, logits, chunk, scratch, bytes);
+                      static_cast<const T *>(head), tokens, width, vocab, chunk, scratch, bytes);
       },
       sum_squares,
       [](Pool &pool, float *param, float *exp_avg, float *exp_avg_sq, void *copy, const float *grad, const double *scale,

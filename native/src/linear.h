@@ -12,13 +12,14 @@
 
 namespace qt::QT_ISA {
 
-// Bytes of a weight slice in a thread's buffer: half of a common second-level cache.
+// A weight slice in a thread's buffer: half of a common second-level cache, and at most this many blocks of columns.
 constexpr int64_t kSliceBytes = 1 << 20;
+constexpr int64_t kSliceBlocks = 16;
 
 template <class G>
 inline int64_t slice_blocks(int64_t reduction, int64_t blocks, int32_t threads) {
   const int64_t fit = kSliceBytes / (reduction * 32 * static_cast<int64_t>(sizeof(typename G::elem)));
-  const int64_t most = fit < 1 ? 1 : fit > 8 ? 8 : fit;
+  const int64_t most = fit < 1 ? 1 : fit > kSliceBlocks ? kSliceBlocks : fit;
   const int64_t share = ceil_div(blocks, threads);
   return ceil_div(share, ceil_div(share, most));
 }
@@ -64,11 +65,13 @@ struct Linear {
       tiles = s.take<float>(threads * 1024);
       masked = s.take<elem>(dropout ? threads * block_elems(k) : 0);
     }
-    // At most 8 blocks and kSliceBytes, at least one block; and the scaled B of the adapter beside it.
-    static int64_t slice_elems(int64_t k, int64_t rank) { return 8 * block_elems(rank) + most_blocks(k) * block_elems(k); }
+    // At most kSliceBlocks blocks and kSliceBytes, at least one block; and the scaled B of the adapter beside it.
+    static int64_t slice_elems(int64_t k, int64_t rank) {
+      return kSliceBlocks * block_elems(rank) + most_blocks(k) * block_elems(k);
+    }
     static int64_t most_blocks(int64_t k) {
       const int64_t fit = kSliceBytes / (k * 32 * static_cast<int64_t>(sizeof(elem)));
-      return fit < 1 ? 1 : fit > 8 ? 8 : fit;
+      return fit < 1 ? 1 : fit > kSliceBlocks ? kSliceBlocks : fit;
     }
   };
 
@@ -249,7 +252,7 @@ struct Linear {
       du = s.take<T>(threads * kGroup * 32 * rank);
       du_t = s.take<elem>(threads * ceil_div(rank, 32) * block_elems(kGroup * 32));
       u_t = s.take<elem>(threads * ceil_div(rank, 32) * block_elems(kGroup * 32));
-      slice_size = 8 * 32 * up + Forward::most_blocks(reduction) * 32 * reduction;
+      slice_size = kSliceBlocks * 32 * up + Forward::most_blocks(reduction) * 32 * reduction;
       slices = s.take<elem>(threads * slice_size);
       columns = s.take<elem>(threads * block_elems(kGroup * 32));
       tiles = s.take<float>(threads * 2048);

@@ -32,7 +32,7 @@ struct Kernels {
   int (*embedding)(Pool &, void *, const int64_t *, const void *, int64_t, int64_t);
   size_t (*head_loss_scratch)(int64_t, int64_t, int64_t, int32_t);
   int (*head_loss)(Pool &, float *, void *, const void *, const int64_t *, const int64_t *, int64_t, const void *, int64_t,
-                   int64_t, int64_t, float *, int64_t, void *, size_t);
+                   int64_t, int64_t, int64_t, void *, size_t);
   int (*sum_squares)(Pool &, double *, const float *, int64_t, double *);
   int (*adamw)(Pool &, float *, float *, float *, void *, const float *, const double *, const uint8_t *, const double *,
                const int64_t *, double, double, double, double, int64_t);

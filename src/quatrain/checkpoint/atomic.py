@@ -10,9 +10,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 from quatrain.errors import CheckpointError
 
@@ -74,7 +74,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def verify_folder(folder: Path) -> None:
-    """Compare a folder with its manifest. Raises CheckpointError that names the first file that is missing or differs."""
+    """Compare a folder with its manifest. CheckpointError names the first file that is missing or differs."""
     manifest = folder / MANIFEST
     try:
         listed = json.loads(manifest.read_text())["files"]

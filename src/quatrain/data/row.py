@@ -10,8 +10,9 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Row:
-    """One tokenised example. `labels` has `input_ids`' length, unshifted: `labels[i]` is `input_ids[i]` where token i is
-    supervised (predicted from i-1 and counted in the loss) and -100 elsewhere. `source` is "file:line" for messages."""
+    """One tokenised example. `labels` has `input_ids`' length, unshifted: `labels[i]` is `input_ids[i]` where token i
+    is supervised (predicted from i-1 and counted in the loss) and -100 elsewhere. `source` is "file:line" for
+    messages."""
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]

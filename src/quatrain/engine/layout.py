@@ -53,7 +53,7 @@ def lay_out(
     NF4 with or without nested statistics, or None for the compute dtype."""
     wide = torch.promote_types(compute_dtype, torch.float32)
     tokens = config.capacity
-    head_chunk = max(16, min(1024, tokens, backend.logits_bytes // (spec.vocab_size * wide.itemsize)))
+    head_chunk = min(tokens, backend.head_chunk(spec.hidden_size, spec.vocab_size))
     sizes = op_sizes(
         spec, tokens=tokens, longest_row=min(config.max_seq_len, tokens), rank=config.lora_rank,
         quantised=nf4_nested is not None, dropout=config.lora_dropout > 0, head_chunk=head_chunk, dtype=compute_dtype,
@@ -78,7 +78,7 @@ def lay_out(
         *intermediate_slots(spec, widest, tokens, compute_dtype, wide, "workspace", "shared"),
         *scratch_slots(spec, tokens, compute_dtype, "workspace", "scratch"),
         Slot("scratch", "op scratch", (backend.scratch_bytes(sizes),), torch.uint8),
-        Slot("scratch", "logits", (head_chunk, spec.vocab_size), wide),
+        Slot("scratch", "logits", (head_chunk, spec.vocab_size if backend.keeps_logits else 0), wide),
     ]
     kept = [
         intermediate_slots(spec, ranks[layer], tokens, compute_dtype, wide, "kept blocks", f"kept.{layer}")

@@ -115,7 +115,7 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "qt_swiglu_backward": (_i32, (*_context, *[_ptr] * 5, _i64)),
     "qt_embedding": (_i32, (*_context, *[_ptr] * 3, _i64, _i64)),
     "qt_head_loss_scratch_bytes": (_size, (*_context, *[_i64] * 3)),
-    "qt_head_loss": (_i32, (*_context, *[_ptr] * 5, _i64, _ptr, *[_i64] * 3, _ptr, _i64, *_scratch)),
+    "qt_head_loss": (_i32, (*_context, *[_ptr] * 5, _i64, _ptr, *[_i64] * 4, *_scratch)),
     "qt_sum_squares_partials": (_i64, (_i64,)),
     "qt_sum_squares": (_i32, (_ptr, _ptr, _ptr, _i64, _ptr)),
     "qt_adamw": (_i32, (*[_ptr] * 10, *[_f64] * 4, _i64)),

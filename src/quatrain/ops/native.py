@@ -25,6 +25,16 @@ DTYPES = tuple(_CODES)
 """The activation dtypes that kernels exist for."""
 
 
+HEAD_PARTS = 8
+"""Gradient accumulators of the head's kernel, fp32 [chunk, hidden] each (kParts in native/src/head.h)."""
+
+
+def head_chunk(hidden: int, vocab: int) -> int:
+    """Rows of the head at a time: more read the head less often, fewer keep the accumulators in the cache. About 10 MB
+    for all of them was best at hidden size 576 (see docs/LOG.md)."""
+    return max(128, (10 << 20) // (HEAD_PARTS * hidden * 4) // 32 * 32)
+
+
 def scratch_bytes(context: Context, sizes: Sizes) -> int:
     """The most that any op needs at these sizes."""
     code = _CODES[sizes.dtype]
@@ -232,8 +242,7 @@ class _Native:
         self.context.call(
             "qt_head_loss", _CODES[hidden.dtype], pointer(losses, torch.float32), pointer(dhidden, hidden.dtype),
             pointer(hidden), pointer(rows, torch.int64), pointer(targets, torch.int64), rows.shape[0],
-            pointer(head, hidden.dtype), tokens, width, head.shape[0], pointer(logits, torch.float32), logits.shape[0],
-            *self._scratch(),
+            pointer(head, hidden.dtype), tokens, width, head.shape[0], logits.shape[0], *self._scratch(),
         )  # fmt: skip
 
     def sum_squares(self, out: torch.Tensor, grad: torch.Tensor) -> None:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from quatrain.ops.nf4 import Nf4Tensor
 
 
+REFERENCE_LOGITS_BYTES = 32 << 20
+"""About the size of a chunk of logits: large enough for an efficient product, small beside the model."""
+
+
 @dataclass(frozen=True)
 class Ops:
     """One callable per op; signatures and formulas are in the op's package, less the scratch that is bound."""
@@ -82,8 +86,10 @@ class Backend:
     """The ops over a scratch tensor, uint8 [at least scratch_bytes]."""
     quantize: Callable[..., Nf4Tensor]
     """(weight, *, double_quant) -> the weight in NF4: see ops/nf4/reference.py."""
-    logits_bytes: int = 32 << 20
-    """About the size of a chunk of the head's logits: the larger, the fewer times the head is read."""
+    head_chunk: Callable[[int, int], int]
+    """(hidden size, vocabulary) -> supervised rows that the head works on at a time."""
+    keeps_logits: bool = True
+    """Whether the head needs room for a chunk of logits."""
     own_threads: bool = False
     """The ops have a thread pool of their own, and torch's should be still while they run."""
 
@@ -118,7 +124,8 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
         lambda sizes: 0,
         partial(native.native_ops, context),
         partial(quantize, context),
-        logits_bytes=96 << 20,
+        head_chunk=native.head_chunk,
+        keeps_logits=False,
         own_threads=True,
     )
 
@@ -126,7 +133,10 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
 def _reference(reason: str) -> Backend:
     from quatrain.ops.nf4.reference import quantize
 
-    return Backend("reference", reason, _reference_scratch, _reference_temporaries, reference_ops, quantize)
+    return Backend(
+        "reference", reason, _reference_scratch, _reference_temporaries, reference_ops, quantize,
+        head_chunk=lambda hidden, vocab: max(16, min(1024, REFERENCE_LOGITS_BYTES // (4 * vocab))),
+    )  # fmt: skip
 
 
 def reference_ops(scratch: torch.Tensor) -> Ops:

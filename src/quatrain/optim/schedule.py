@@ -13,9 +13,9 @@ ScheduleKind = Literal["cosine", "linear", "constant"]
 class Schedule:
     """Warm-up, then decay towards a floor. Steps are optimizer steps, counted from 1 to `total_steps`.
 
-    Warm-up rises linearly: step s of `warmup_steps` W runs at peak * s / W, so step W is the first at the peak. The decay
-    spans the steps after the first one at the peak and is placed so that it would meet the floor one step after the last:
-    the last step still learns. `floor` is a fraction of the peak.
+    Warm-up rises linearly: step s of `warmup_steps` W runs at peak * s / W, so step W is the first at the peak. The
+    decay spans the steps after the first one at the peak and is placed so that it would meet the floor one step after
+    the last: the last step still learns. `floor` is a fraction of the peak.
     """
 
     kind: ScheduleKind
