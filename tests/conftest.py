@@ -17,7 +17,7 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @pytest.fixture(scope="session", autouse=True)
 def _two_threads() -> None:
-    """Results on CPU are bit-equal for a fixed thread count only, so the suite fixes it (OMP_NUM_THREADS=1 lowers it)."""
+    """Results on CPU are bit-equal for a fixed thread count only, so the suite fixes it."""
     import torch
 
     torch.set_num_threads(min(2, torch.get_num_threads()))

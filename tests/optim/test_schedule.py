@@ -9,7 +9,10 @@ import pytest
 from quatrain.optim.schedule import Schedule, warmup_steps_of
 
 
-@pytest.mark.parametrize(("total", "steps", "ratio", "want"), [(18, None, 0.1, 2), (18, 7, 0.1, 7), (10, None, 0.1, 1), (10, None, 0.0, 0), (5, 9, 0.0, 5)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("total", "steps", "ratio", "want"),
+    [(18, None, 0.1, 2), (18, 7, 0.1, 7), (10, None, 0.1, 1), (10, None, 0.0, 0), (5, 9, 0.0, 5)],
+)
 def test_warmup_is_counted_in_optimizer_steps(total: int, steps: int | None, ratio: float, want: int) -> None:
     assert warmup_steps_of(total, steps=steps, ratio=ratio) == want
 

@@ -94,6 +94,7 @@ class InstructPipeline:
     def from_source(cls, source: ModelSource, config: InstructConfig | None = None) -> InstructPipeline:
         """As `from_pretrained`, for a source that is already open."""
         config = config or InstructConfig()
+        source.tokenizer()  # first, so that its memory is part of what the plan finds in the process
         return cls(source, config, choose_layout(source.spec, config, source.stored_nf4_nested))
 
     # Training.
