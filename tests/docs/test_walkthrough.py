@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 _CODE = re.compile(r"`([^`\n]+)`")
-_FILE = re.compile(r"[\w/]+\.py")
+_FILE = re.compile(r"[\w/]+\.(?:py|h)")
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _NOT_NAMES = {"hidden.l", "hidden.l+1", "u", "f", "r"}
 
@@ -16,14 +16,14 @@ def quoted(text: str) -> set[str]:
 
 
 def missing(quotes: set[str], root: Path) -> list[str]:
-    """The quoted files and names that do not exist under src/quatrain."""
+    """The quoted files and names that do not exist under src/quatrain (headers: under native/src)."""
     package = root / "src" / "quatrain"
     sources = "\n".join(path.read_text() for path in sorted(package.rglob("*.py")))
     words = set(re.findall(r"\w+", sources))
     gone = []
     for quote in sorted(quotes - _NOT_NAMES):
         if _FILE.fullmatch(quote):
-            if not (package / quote).is_file():
+            if not (package / quote).is_file() and not (root / "native" / "src" / quote).is_file():
                 gone.append(quote)
         elif _NAME.fullmatch(quote) and not all(part in words for part in quote.split(".") if not part.isdigit()):
             gone.append(quote)
