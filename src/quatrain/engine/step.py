@@ -9,8 +9,7 @@ back and forth between two buffers; one workspace serves every block that is rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -52,19 +51,7 @@ class StepEngine:
         self.state = StepState.create(len(adapters.segments), device)
         self.optimizer = Optimizer(adapters, config, self.ops, self.state)
         self._num_layers = params.spec.num_layers
-        self._own_threads = backend.own_threads
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around everything below. Torch's threads spin for a while after each op of theirs, on the cores that the
-        backend's own threads want: torch works alone meanwhile."""
-        threads = torch.get_num_threads()
-        if self._own_threads:
-            torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+        self.running = backend.running
 
     # The three things a caller asks for: losses alone, a training micro-batch, a caller's own gradient.
 

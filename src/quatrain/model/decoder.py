@@ -23,6 +23,7 @@ from quatrain.model.rope import inverse_frequencies
 from quatrain.model.spec import ModelSpec
 from quatrain.model.workspace import intermediate_slots, intermediates, op_sizes
 from quatrain.ops.attention.cached import cached_attention_forward
+from quatrain.ops.linear_lora import Linear
 from quatrain.ops.nf4 import Nf4Tensor
 from quatrain.ops.select import Backend, Ops
 
@@ -63,10 +64,15 @@ class Decoder:
         self._keys, self._values = (
             [torch.zeros(shape, dtype=self._dtype) for _ in range(spec.num_layers)] for _ in range(2)
         )
-        return self._prefill()
+        with self._backend.running():
+            return self._prefill()
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Adds one token to each row; logits [B, V] of the next."""
+        with self._backend.running():
+            return self._step(tokens)
+
+    def _step(self, tokens: Sequence[int]) -> torch.Tensor:
         for row, token in zip(self._rows, tokens, strict=True):
             row.append(token)
         if self._spec.rope.kind == "dynamic" and max(map(len, self._rows)) > self._spec.rope.original_max_position:
@@ -86,8 +92,7 @@ class Decoder:
 
             return attend
 
-        hidden = self._forward(ids, lengths - 1, list(range(len(tokens) + 1)), attention)
-        return self._logits(hidden)
+        return self._forward(ids, lengths - 1, list(range(len(tokens) + 1)), attention)
 
     def drop(self, index: int) -> None:
         """Row `index` is done: the last row takes its place."""
@@ -120,13 +125,12 @@ class Decoder:
 
             return attend
 
-        hidden = self._forward(ids, positions, bounds, attention)
-        return self._logits(hidden[[end - 1 for end in bounds[1:]]])
+        return self._forward(ids, positions, bounds, attention)
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, bounds: list[int], attention: Callable[[int, Ops], Attention]
     ) -> torch.Tensor:
-        """The final norm's output [T, H] of the stream; `attention(layer, ops)` takes the place of the op."""
+        """Logits [rows, V] at each row's last token; `attention(layer, ops)` takes the place of the op."""
         params, spec, tokens = self.params, self._spec, len(ids)
         arena = Arena(self._slots(tokens, max(end - start for start, end in pairwise(bounds))))
         ops = self._backend.bind(arena["op scratch"])
@@ -141,7 +145,10 @@ class Decoder:
             arena.release(saved.tensors())
             x, out = out, x
         ops.rms_norm_forward(final, arena["final_rstd"], x, params.final_norm, spec.rms_norm_eps)
-        return final
+        last = final[[end - 1 for end in bounds[1:]]]
+        logits = last.new_empty(len(last), spec.vocab_size)
+        ops.linear_lora_forward([logits], [None], last, [Linear(params.head)], None)
+        return logits.to(self._wide)
 
     def _rope_tables(self, s: Stream, positions: torch.Tensor) -> None:
         """cos and sin of the stream. Dynamic frequencies go by each row's length; cached steps are all below the length
@@ -150,9 +157,6 @@ class Decoder:
             inv_freq, scaling = inverse_frequencies(self._spec.rope, end - start)
             part = slice(start, end)
             s.ops.rope_tables(s.cos[part], s.sin[part], positions[part], inv_freq, scaling)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (hidden @ self.params.head.T).to(self._wide)
 
     def _slots(self, tokens: int, longest_row: int) -> list[Slot]:
         spec, dtype, wide = self._spec, self._dtype, self._wide

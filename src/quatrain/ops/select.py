@@ -8,7 +8,8 @@ memory its ops need for given sizes and binds them to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -91,7 +92,21 @@ class Backend:
     keeps_logits: bool = True
     """Whether the head needs room for a chunk of logits."""
     own_threads: bool = False
-    """The ops have a thread pool of their own, and torch's should be still while they run."""
+    """The ops have a thread pool of their own."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around calls of the ops. Torch's threads spin for a while after each op of theirs, on the cores that the
+        backend's own threads want: torch works alone meanwhile."""
+        import torch
+
+        threads = torch.get_num_threads()
+        if self.own_threads:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threads: int = 1) -> Backend:
