@@ -48,6 +48,7 @@ def examine() -> dict[str, Any]:
         "memory": _memory(),
         "disk": {"path": os.getcwd(), "free_bytes": shutil.disk_usage(os.getcwd()).free},
         "torch": _torch(),
+        "kernels": _kernels(),
         "cuda": _cuda(),
         "packages": {name: _version(name) for name in (*PACKAGES, *OPTIONAL_PACKAGES)},
         "compiler": next((path for name in ("g++", "clang++", "c++") if (path := shutil.which(name))), None),
@@ -79,6 +80,13 @@ def _memory() -> dict[str, Any]:
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return {"total_bytes": total, "available_bytes": available_bytes()}
+
+
+def _kernels() -> dict[str, Any]:
+    from quatrain.ops import library
+
+    there, reason = library.available()
+    return {"native": there, "reason": reason, "instruction_sets": library.supported_isas() if there else []}
 
 
 def _torch() -> dict[str, Any]:
@@ -126,7 +134,8 @@ def _readable(facts: dict[str, Any]) -> dict[str, list[str]]:
         ],
         "memory": [f"{megabytes(memory['available_bytes'])} available of {megabytes(memory['total_bytes'])}"],
         "disk": [f"{megabytes(facts['disk']['free_bytes'])} free in {facts['disk']['path']}"],
+        "kernels": [facts["kernels"]["reason"], " ".join(facts["kernels"]["instruction_sets"])],
         "cuda": [cuda["usable"], cuda["driver"] or "no NVIDIA driver", *cuda["devices"]],
-        "compiler": [facts["compiler"] or "none found; nothing in this version needs one"],
+        "compiler": [facts["compiler"] or "none found; installing builds the native kernels with one"],
         "packages": [", ".join(found), *absent],
     }

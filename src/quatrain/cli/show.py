@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
     from quatrain.config import InstructConfig
     from quatrain.memory.plan import MemoryPlan
+    from quatrain.ops.select import Backend
     from quatrain.train.batching import Batching
     from quatrain.train.run import Outcome, Preparation
 
@@ -23,6 +24,7 @@ def preparation(console: Console, it: Preparation) -> None:
     from quatrain.cli.report import short_lines
 
     model(console, it.source, it.config)
+    kernels(console, it.layout.backend)
     modules(console, it)
     block(console, "data", short_lines(it.prepared))
     steps(console, it)
@@ -54,6 +56,12 @@ def model(console: Console, source: ModelSource, config: InstructConfig) -> None
             *source.notes,
         ],
     )
+
+
+def kernels(console: Console, backend: Backend) -> None:
+    """Which implementation of the ops a run uses, and why; in yellow when it is the slow one, unasked."""
+    slow = backend.name == "reference" and backend.reason != "as asked"
+    block(console, "kernels", [f"{backend.name}: {backend.reason}"], "yellow" if slow else "")
 
 
 def device_reason(config: InstructConfig) -> str:

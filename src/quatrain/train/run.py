@@ -123,6 +123,7 @@ def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
 
 def layout_of(source: ModelSource, config: InstructConfig) -> Layout:
     """The engine's layout and memory plan for a model that is not read yet. Raises PlanError when it cannot fit."""
+    import quatrain.train.pipeline  # noqa: F401 - what loading needs is imported now, as part of the plan's baseline
     from quatrain.engine.setup import choose_layout
 
     return choose_layout(source.spec, config, source.stored_nf4_nested)
