@@ -148,4 +148,5 @@ def _adapters(spec: ModelSpec, config: InstructConfig, compute: torch.dtype, wid
         Held("adapters", "gradients", (max(sizes) if config.clip == "layer" else total) * wide.itemsize),
         Held("adapters", "moments", 2 * total * wide.itemsize),
         *([Held("adapters", "compute copies", copies * compute.itemsize)] if copies else []),
+        Held("adapters", "file being saved and read back", 2 * total * torch.float32.itemsize),
     ]
