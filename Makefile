@@ -15,7 +15,7 @@ demo: setup ## fine-tune SmolLM2-135M on smart home requests and compare before 
 	$(BIN)/python examples/demo.py
 
 test: lint ## lint, types, then the whole test suite
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto
 
 lint: setup ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .

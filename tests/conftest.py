@@ -6,6 +6,7 @@ A test that needs something this machine lacks skips and says what is missing; n
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,11 +17,12 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _two_threads() -> None:
-    """Results on CPU are bit-equal for a fixed thread count only, so the suite fixes it."""
+def _fixed_threads() -> None:
+    """Results on CPU are bit-equal for a fixed thread count only, so the suite fixes it: two, or one for each worker
+    when tests run side by side (`pytest -n`)."""
     import torch
 
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, torch.get_num_threads()))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -141,7 +141,18 @@ def test_doctor_tells_machines_and_people_the_same(capsys: pytest.CaptureFixture
 
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert set(facts) == {"python", "system", "cpu", "memory", "disk", "torch", "cuda", "packages", "compiler"}
+    assert set(facts) == {
+        "python",
+        "system",
+        "cpu",
+        "memory",
+        "disk",
+        "torch",
+        "kernels",
+        "cuda",
+        "packages",
+        "compiler",
+    }
     assert facts["torch"]["build"] == torch.__version__ and facts["memory"]["available_bytes"] > 0
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out

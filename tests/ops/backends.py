@@ -114,6 +114,6 @@ class GuardedContext:
             longest = max(cu_seqlens[i + 1] - cu_seqlens[i] for i in range(rows))
             return self.size(f"{name}_scratch_bytes", code, shape, longest)
         if name == "qt_head_loss":
-            hidden, vocab, chunk = args[9], args[10], args[12]
+            hidden, vocab, chunk = args[9:12]
             return self.size("qt_head_loss_scratch_bytes", code, chunk, hidden, vocab)
         return None
