@@ -86,6 +86,26 @@ def test_one_batch_equals_its_split(tmp_path: Path, variant: families.Variant, d
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_gradients_of_one_batch_and_of_its_split(
+    tmp_path: Path, variant: families.Variant, arithmetic: dict[str, Any]
+) -> None:
+    """One step's loss and gradients, in one micro-batch and in five. Native kernels give a token the same bits in any
+    batch, so only the order of additions over tokens differs: 1e-6. Torch picks its product's blocking by the number
+    of tokens, which is one more fp32 rounding of everything: the bound of two fp32 engines."""
+    options = {**arithmetic, "lora_dropout": DROPOUT, "train_norms": True, "max_seq_len": 17}
+    rows = rows_of_step(0)
+    (loss, whole), (split_loss, parts) = (
+        open_pipeline(variant, tmp_path / str(capacity), make_config(micro_batch_tokens=capacity, **options))
+        .loss_and_gradients(rows)
+        for capacity in (54, 18)
+    )  # fmt: skip
+    bound = tol.ENGINE_FP32 if arithmetic["kernels"] == "reference" else 1e-6
+    assert split_loss == pytest.approx(loss, rel=bound)
+    errors = {name: hf.norm_error(parts[name], whole[name]) for name in whole}
+    assert max(errors.values()) <= bound, max(errors, key=lambda name: errors[name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_a_split_at_single_rows_is_the_same_run_twice(
     tmp_path: Path, variant: families.Variant, arithmetic: dict[str, Any]
 ) -> None:
