@@ -55,6 +55,13 @@ struct GemmF32 {
     float *to = block + r / MR * MR * 32 + r % MR;
     for (int64_t i = 0; i < 32; ++i) to[i * MR] = row[i];
   }
+  static void get_row_a(const elem *block, int64_t r, f32x16 *low, f32x16 *high) {
+    alignas(64) float row[32];
+    const float *from = block + r / MR * MR * 32 + r % MR;
+    for (int64_t i = 0; i < 32; ++i) row[i] = from[i * MR];
+    *low = load16(row);
+    *high = load16(row + 16);
+  }
   static void put_pair_b(elem *block, int64_t r, f32x16 low0, f32x16 high0, f32x16 low1, f32x16 high1) {
     store16(block + r * 32, low0);
     store16(block + r * 32 + 16, high0);

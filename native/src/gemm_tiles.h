@@ -134,6 +134,10 @@ struct TilePacking {
   static void put_row_a(elem *block, int64_t r, f32x16 low, f32x16 high) {
     _mm512_store_si512(block + r * 32, narrow(low, high));
   }
+  static void get_row_a(const elem *block, int64_t r, f32x16 *low, f32x16 *high) {
+    *low = load16(block + r * 32);
+    *high = load16(block + r * 32 + 16);
+  }
   static void put_pair_b(elem *block, int64_t r, f32x16 low0, f32x16 high0, f32x16 low1, f32x16 high1) {
     __m512i first, second;
     interleave(narrow(low0, high0), narrow(low1, high1), &first, &second);

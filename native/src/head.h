@@ -1,8 +1,8 @@
-// Output head and cross-entropy on the supervised rows, a chunk of rows at a time. No logit is ever stored: they are made
-// twice, a tile at a time, which costs half a product more and saves the traffic of rows x vocabulary floats, each way.
+// Output head and cross-entropy on the supervised rows, a chunk of rows at a time.
 //
-// First sweep over the vocabulary: each slice's maximum and sum of exponentials per row, and the target's logit. Second
-// sweep: logits again, turned into their gradient and multiplied back through the head while they are in the cache. The
+// First sweep over the vocabulary: each slice's maximum, exponentials and their sum per row, and the target's logit. Kept
+// are the exponentials, not the logits: below 1, they lose no more than half a unit in the last place of bf16, where a
+// logit of 20 would lose 0.06. Second sweep: exponentials become the logits' gradient and go back through the head. The
 // vocabulary is cut into kParts fixed parts with an accumulator each, added in order: the thread count changes nothing.
 #pragma once
 
@@ -24,8 +24,8 @@ struct Head {
   struct Buffers {
     elem *rows;              // [chunk / 32] A blocks over the hidden size
     elem *slice, *slice_nn;  // [threads] a slice of the head, either way round
-    elem *grads;             // [threads] A block over a slice
-    float *tile;             // [threads][32, 32]
+    elem *exps;              // [slices][chunk / 32][slice / 32] A blocks: e^(logit - top), then the logits' gradient
+    float *tiles;            // [threads][slice / 32][32, 32]
     float *top, *sum;        // [slices][chunk]
     float *lse, *wanted;     // [chunk]
     float *dx;               // [kParts][chunk / 32][hidden / 32] blocks
@@ -35,8 +35,8 @@ struct Head {
       rows = s.take<elem>(blocks * block_elems(hidden));
       slice = s.take<elem>(threads * kSlice / 32 * block_elems(hidden));
       slice_nn = s.take<elem>(threads * kSlice * width * 32);
-      grads = s.take<elem>(threads * 32 * kSlice);
-      tile = s.take<float>(threads * 1024);
+      exps = s.take<elem>(slices * blocks * 32 * kSlice);
+      tiles = s.take<float>(threads * 32 * kSlice);
       top = s.take<float>(slices * blocks * 32);
       sum = s.take<float>(slices * blocks * 32);
       lse = s.take<float>(blocks * 32);
@@ -79,7 +79,7 @@ struct Head {
           std::memcpy(gathered + r * width, hidden + c.rows[m * 32 + r] * width, static_cast<size_t>(width) * sizeof(T));
         G::pack_a(f.rows + m * block_elems(width), gathered, width, count, width);
       });
-      statistics(pool, f, c, head);
+      statistics(pool, f, c, head, dhidden != nullptr);
       for (int64_t r = 0; r < size; ++r) {
         f.lse[r] = combine(f, c, r);
         losses[at + r] = f.lse[r] - f.wanted[r];
@@ -91,6 +91,9 @@ struct Head {
 
   static int64_t rows_of(const Chunk &c, int64_t m) { return c.size - m * 32 < 32 ? c.size - m * 32 : 32; }
   static int64_t width_of(const Chunk &c, int64_t v) { return c.vocab - v < 32 ? c.vocab - v : 32; }
+  static int64_t slice_width(const Chunk &c, int64_t slice) {
+    return c.vocab - slice * kSlice < kSlice ? c.vocab - slice * kSlice : kSlice;
+  }
 
   static float combine(const Buffers &f, const Chunk &c, int64_t row) {
     const int64_t slices = ceil_div(c.vocab, kSlice), stride = c.blocks * 32;
@@ -107,41 +110,54 @@ struct Head {
     for (int64_t v = v0; v < v0 + kSlice && v < c.vocab; v += 32, slice += block_elems(c.hidden))
       G::pack_b_nt(slice, head + v * c.hidden, c.hidden, width_of(c, v), c.hidden);
   }
-  // tile [32, 32] = logits of block m of the chunk's rows and the slice's block b.
-  static void logits(float *tile, const Buffers &f, const Chunk &c, const elem *slice, int64_t m, int64_t b) {
-    const Segment segment{f.rows + m * block_elems(c.hidden), slice + b * block_elems(c.hidden), G::padded(c.hidden)};
-    G::block(tile, &segment, 1);
+
+  static elem *exps_of(const Buffers &f, const Chunk &c, int64_t slice, int64_t m) {
+    return f.exps + (slice * c.blocks + m) * 32 * kSlice;
   }
 
-  static void statistics(Pool &pool, const Buffers &f, const Chunk &c, const T *head) {
+  static void statistics(Pool &pool, const Buffers &f, const Chunk &c, const T *head, bool keep) {
     pool.parallel_for(ceil_div(c.vocab, kSlice), [&](int64_t item, int32_t thread) {
-      const int64_t v0 = item * kSlice;
+      const int64_t v0 = item * kSlice, width = slice_width(c, item);
       elem *slice = f.slice + thread * kSlice / 32 * block_elems(c.hidden);
-      float *tile = f.tile + thread * 1024;
+      float *tiles = f.tiles + thread * 32 * kSlice;
       pack_slice(slice, c, head, v0);
       G::thread_begin();
       for (int64_t m = 0; m < c.blocks; ++m) {
-        const int64_t count = rows_of(c, m);
-        float *tops = f.top + item * c.blocks * 32 + m * 32, *sums = f.sum + item * c.blocks * 32 + m * 32;
-        for (int64_t r = 0; r < 32; ++r) tops[r] = -INFINITY, sums[r] = 0.0f;
-        for (int64_t b = 0; b * 32 < kSlice && v0 + b * 32 < c.vocab; ++b) {
-          logits(tile, f, c, slice, m, b);
-          const int64_t width = width_of(c, v0 + b * 32);
-          for (int64_t r = 0; r < count; ++r) {
-            const f32x16 low = valid(load16(tile + r * 32), width), high = valid(load16(tile + r * 32 + 16), width - 16);
-            const float top = max_lanes(max(low, high));
-            if (top > tops[r]) {
-              sums[r] *= std::exp(tops[r] - top);
-              tops[r] = top;
-            }
-            sums[r] += sum_lanes(exp16(low - tops[r]) + exp16(high - tops[r]));
-            const int64_t target = c.targets[m * 32 + r] - v0 - b * 32;
-            if (target >= 0 && target < width) f.wanted[m * 32 + r] = tile[r * 32 + target];
-          }
+        for (int64_t b = 0; b * 32 < width; ++b) {
+          const Segment segment{f.rows + m * block_elems(c.hidden), slice + b * block_elems(c.hidden), G::padded(c.hidden)};
+          G::block(tiles + b * 1024, &segment, 1);
         }
+        for (int64_t r = 0; r < rows_of(c, m); ++r) {
+          const int64_t target = c.targets[m * 32 + r] - v0;
+          if (target >= 0 && target < width) f.wanted[m * 32 + r] = tiles[target / 32 * 1024 + r * 32 + target % 32];
+        }
+        exponentials(tiles, f, c, item, m, width, keep);
       }
       G::thread_end();
     });
+  }
+
+  // Each row's maximum over the slice and sum of e^(logit - maximum); the summands themselves too when `keep`.
+  static void exponentials(const float *tiles, const Buffers &f, const Chunk &c, int64_t item, int64_t m, int64_t width,
+                           bool keep) {
+    elem *exps = exps_of(f, c, item, m);
+    for (int64_t r = 0; r < 32; ++r) {
+      const bool there = r < rows_of(c, m);  // a row that is not there gets zeros
+      f32x16 most = splat(-INFINITY), sum = splat(0.0f);
+      for (int64_t b = 0; there && b * 32 < width; ++b)
+        for (int64_t v = 0; v < 32; v += kLanes) most = max(most, valid(load16(tiles + b * 1024 + r * 32 + v), width - b * 32 - v));
+      const float top = max_lanes(most);
+      for (int64_t b = 0; b * 32 < width; ++b) {
+        f32x16 e[2] = {splat(0.0f), splat(0.0f)};
+        for (int64_t v = 0; there && v < 2; ++v) {
+          e[v] = exp16(valid(load16(tiles + b * 1024 + r * 32 + v * 16), width - b * 32 - v * 16) - top);
+          sum += e[v];
+        }
+        if (keep) G::put_row_a(exps + b * 1024, r, e[0], e[1]);
+      }
+      f.top[(item * c.blocks + m) * 32 + r] = top;
+      f.sum[(item * c.blocks + m) * 32 + r] = sum_lanes(sum);
+    }
   }
 
   // -inf in the lanes beyond the vocabulary.
@@ -154,23 +170,19 @@ struct Head {
     const int64_t wide = ceil_div(c.hidden, 32), slices = ceil_div(c.vocab, kSlice), per_part = ceil_div(slices, kParts);
     const int64_t part_size = c.blocks * wide * 1024;
     pool.parallel_for(kParts, [&](int64_t part, int32_t thread) {
-      float *dx = f.dx + part * part_size, *tile = f.tile + thread * 1024;
+      float *dx = f.dx + part * part_size;
       std::memset(dx, 0, static_cast<size_t>(part_size) * sizeof(float));
-      elem *slice = f.slice + thread * kSlice / 32 * block_elems(c.hidden);
-      elem *slice_nn = f.slice_nn + thread * kSlice * wide * 32, *grads = f.grads + thread * 32 * kSlice;
+      elem *slice_nn = f.slice_nn + thread * kSlice * wide * 32;
       G::thread_begin();
       for (int64_t i = part * per_part; i < (part + 1) * per_part && i < slices; ++i) {
-        const int64_t v0 = i * kSlice, width = c.vocab - v0 < kSlice ? c.vocab - v0 : kSlice, blocks = ceil_div(width, 32);
-        pack_slice(slice, c, head, v0);
+        const int64_t v0 = i * kSlice, blocks = ceil_div(slice_width(c, i), 32);
         for (int64_t b = 0; b < blocks; ++b)  // [hidden / 32][slice / 32] blocks
           for (int64_t h = 0; h < wide; ++h)
             G::pack_b_nn(slice_nn + (h * blocks + b) * 1024, head + (v0 + b * 32) * c.hidden + h * 32, c.hidden,
                          width_of(c, v0 + b * 32), c.hidden - h * 32 < 32 ? c.hidden - h * 32 : 32, 32);
         for (int64_t m = 0; m < c.blocks; ++m) {
-          for (int64_t b = 0; b < blocks; ++b) {
-            logits(tile, f, c, slice, m, b);
-            logits_to_gradient(grads + b * 1024, tile, f, c, m, v0 + b * 32);
-          }
+          elem *grads = exps_of(f, c, i, m);
+          exps_to_gradient(grads, f, c, i, m);
           for (int64_t h = 0; h < wide; ++h) add_product(dx + (m * wide + h) * 1024, grads, slice_nn + h * blocks * 1024, blocks);
         }
       }
@@ -189,21 +201,19 @@ struct Head {
     });
   }
 
-  // grads: A block [32 rows, 32 columns from v on] = softmax - onehot of the logits in tile; zero outside.
-  static void logits_to_gradient(elem *grads, float *tile, const Buffers &f, const Chunk &c, int64_t m, int64_t v) {
-    const int64_t count = rows_of(c, m), width = width_of(c, v);
-    for (int64_t r = 0; r < 32; ++r) {
-      if (r >= count) {
-        G::put_row_a(grads, r, splat(0.0f), splat(0.0f));
-        continue;
+  // softmax - onehot in place of the exponentials: softmax = e^(logit - top) e^(top - lse). The target's own entry comes
+  // from its fp32 logit: near a sure prediction, softmax - 1 would be all rounding error.
+  static void exps_to_gradient(elem *exps, const Buffers &f, const Chunk &c, int64_t slice, int64_t m) {
+    for (int64_t r = 0; r < rows_of(c, m); ++r) {
+      const float factor = std::exp(f.top[(slice * c.blocks + m) * 32 + r] - f.lse[m * 32 + r]);
+      const int64_t target = c.targets[m * 32 + r] - slice * kSlice;
+      for (int64_t b = 0; b * 32 < slice_width(c, slice); ++b) {
+        f32x16 row[2];
+        G::get_row_a(exps + b * 1024, r, &row[0], &row[1]);
+        for (f32x16 &half : row) half *= factor;
+        if (target >= 0 && target / 32 == b) row[target % 32 / 16][target % 16] = std::expm1(f.wanted[m * 32 + r] - f.lse[m * 32 + r]);
+        G::put_row_a(exps + b * 1024, r, row[0], row[1]);
       }
-      const float lse = f.lse[m * 32 + r];
-      f32x16 low = exp16(valid(load16(tile + r * 32), width) - lse);
-      f32x16 high = exp16(valid(load16(tile + r * 32 + 16), width - 16) - lse);
-      const int64_t target = c.targets[m * 32 + r] - v;
-      if (target >= 0 && target < 16) low[target] -= 1.0f;
-      if (target >= 16 && target < 32) high[target - 16] -= 1.0f;
-      G::put_row_a(grads, r, low, high);
     }
   }
 
