@@ -62,6 +62,7 @@ struct GemmF32 {
     *low = load16(row);
     *high = load16(row + 16);
   }
+  static elem &at_a(elem *block, int64_t r, int64_t i) { return block[r / MR * MR * 32 + i * MR + r % MR]; }
   static void put_pair_b(elem *block, int64_t r, f32x16 low0, f32x16 high0, f32x16 low1, f32x16 high1) {
     store16(block + r * 32, low0);
     store16(block + r * 32 + 16, high0);

@@ -138,6 +138,7 @@ struct TilePacking {
     *low = load16(block + r * 32);
     *high = load16(block + r * 32 + 16);
   }
+  static elem &at_a(elem *block, int64_t r, int64_t i) { return block[r * 32 + i]; }
   static void put_pair_b(elem *block, int64_t r, f32x16 low0, f32x16 high0, f32x16 low1, f32x16 high1) {
     __m512i first, second;
     interleave(narrow(low0, high0), narrow(low1, high1), &first, &second);

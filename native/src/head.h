@@ -144,8 +144,8 @@ struct Head {
     for (int64_t r = 0; r < 32; ++r) {
       const bool there = r < rows_of(c, m);  // a row that is not there gets zeros
       f32x16 most = splat(-INFINITY), sum = splat(0.0f);
-      for (int64_t b = 0; there && b * 32 < width; ++b)
-        for (int64_t v = 0; v < 32; v += kLanes) most = max(most, valid(load16(tiles + b * 1024 + r * 32 + v), width - b * 32 - v));
+      for (int64_t v = 0; there && v < width; v += kLanes)
+        most = max(most, valid(load16(tiles + v / 32 * 1024 + r * 32 + v % 32), width - v));
       const float top = max_lanes(most);
       for (int64_t b = 0; b * 32 < width; ++b) {
         f32x16 e[2] = {splat(0.0f), splat(0.0f)};
@@ -162,6 +162,7 @@ struct Head {
 
   // -inf in the lanes beyond the vocabulary.
   static f32x16 valid(f32x16 x, int64_t n) {
+    if (n >= kLanes) return x;
     for (int64_t i = n < 0 ? 0 : n; i < kLanes; ++i) x[i] = -INFINITY;
     return x;
   }
@@ -183,7 +184,8 @@ struct Head {
         for (int64_t m = 0; m < c.blocks; ++m) {
           elem *grads = exps_of(f, c, i, m);
           exps_to_gradient(grads, f, c, i, m);
-          for (int64_t h = 0; h < wide; ++h) add_product(dx + (m * wide + h) * 1024, grads, slice_nn + h * blocks * 1024, blocks);
+          for (int64_t h = 0; h < wide; ++h)
+            add_product(dx + (m * wide + h) * 1024, grads, slice_nn + h * blocks * 1024, blocks);
         }
       }
       G::thread_end();
@@ -208,12 +210,13 @@ struct Head {
       const float factor = std::exp(f.top[(slice * c.blocks + m) * 32 + r] - f.lse[m * 32 + r]);
       const int64_t target = c.targets[m * 32 + r] - slice * kSlice;
       for (int64_t b = 0; b * 32 < slice_width(c, slice); ++b) {
-        f32x16 row[2];
-        G::get_row_a(exps + b * 1024, r, &row[0], &row[1]);
-        for (f32x16 &half : row) half *= factor;
-        if (target >= 0 && target / 32 == b) row[target % 32 / 16][target % 16] = std::expm1(f.wanted[m * 32 + r] - f.lse[m * 32 + r]);
-        G::put_row_a(exps + b * 1024, r, row[0], row[1]);
+        f32x16 low, high;
+        G::get_row_a(exps + b * 1024, r, &low, &high);
+        G::put_row_a(exps + b * 1024, r, low * factor, high * factor);
       }
+      if (target < 0 || target >= kSlice) continue;
+      const float own = std::expm1(f.wanted[m * 32 + r] - f.lse[m * 32 + r]);
+      G::at_a(exps + target / 32 * 1024, r, target % 32) = from_float<elem>(own);
     }
   }
 
