@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import write_rows, write_tiny_model
+from tiny_model import CHATML, write_rows, write_tiny_model
 
 from quatrain.cli.main import main
 
@@ -137,6 +137,36 @@ def test_a_zero_stops_train_before_the_weights(
     assert main(train_words(world, tmp_path / "out", "--max-seq-len", "10")) == 3
     assert "error: 100% of the rows have no supervised token left" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "said"),
+    [
+        ('{"instruction": "Fill the card", "output": {"name": "Ada"}}', CHATML, "1 x output is an object"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            None,
+            "no chat template",
+        ),
+    ],
+    ids=["A11", "B13"],
+)
+def test_data_of_no_use_stops_train_before_the_weights(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    row: str,
+    template: str | None,
+    said: str,
+) -> None:
+    """A11: an object for an answer. B13: chats for a model without a template. Exit code 3, and no weight is read."""
+    monkeypatch.setattr("quatrain.checkpoint.load.load_params", lambda *_, **__: pytest.fail("weights were read"))
+    write_tiny_model(tmp_path / "model", template=template)
+    control = tmp_path / "model" / "tokenizer.json"
+    control.write_text(control.read_text().replace("im_start", "begin"))  # else ChatML's tokens say it is ChatML
+    (tmp_path / "rows.jsonl").write_text(row + "\n")
+    assert main(train_words(tmp_path, tmp_path / "out")) == 3
+    assert said in capsys.readouterr().err
 
 
 def test_plan_reads_no_weight(world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Cases A6, B11, B17, C3, C6: length, truncation and what is left to learn."""
+"""Classes A6, B11, B17, C3 and C6 of docs/cases.md: length, truncation and what is left to learn."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def test_c3_rows_without_supervised_tokens_stop_the_run(tmp_path: Path) -> None:
 
 
 def test_a6_one_very_long_row(tmp_path: Path) -> None:
+    """A6: a line of 30 MB is read, then dropped or cut by its tokens; memory stays near the size of that row."""
     path = rows_of(tmp_path / "rows.jsonl", (2, 2), (2, 30_000_000), (3, 3))
     for truncation, used in (("drop", 2), ("truncate", 3)):
         options = DataOptions(truncation=truncation)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Cases A3 to A11, A6 aside: files to records."""
+"""Classes A3 to A9 of docs/cases.md, A6 aside: files to records."""
 
 from __future__ import annotations
 
@@ -26,13 +26,23 @@ def records(path: Path, form: str = "auto") -> list[dict[str, Any]]:
     return [record.values for record in found if isinstance(record, Record)]
 
 
-def test_a3_line_ends(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"t":"1"}\r\n{"t":"2"}\r\n{"t":"3"}\r\n{"t":"x\\r\\ny"}')
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.jsonl", b'{"t":"1"}\r\n{"t":"2"}\r\n{"t":"3"}\r\n{"t":"x\\r\\ny"}'),
+        ("rows.json", b'[{"t":"1"},\r\n{"t":"2"},\r\n{"t":"3"},\r\n{"t":"x\\r\\ny"}\r\n]'),
+        ("rows.csv", b't\r\n1\r\n2\r\n3\r\n"x\r\ny"'),
+    ],
+)
+def test_a3_line_ends(tmp_path: Path, name: str, content: bytes) -> None:
+    """A3: the line ends of Windows end lines; an escaped or quoted one inside a text is data."""
+    path = tmp_path / name
+    path.write_bytes(content)
     assert [row["t"] for row in records(path)] == ["1", "2", "3", "x\r\ny"]
 
 
 def test_a4_blank_truncated_and_doubled_lines(tmp_path: Path) -> None:
+    """A4: blank lines are no records; a broken line is named with its column, and stops the run unless told to skip."""
     path = tmp_path / "rows.jsonl"
     good = '{"instruction":"a","output":"b"}'
     doubled = '{"instruction":"b","output":"c"}{"instruction":"d","output":"e"}'
@@ -49,6 +59,7 @@ def test_a4_blank_truncated_and_doubled_lines(tmp_path: Path) -> None:
 
 
 def test_a5_names_that_lie(tmp_path: Path) -> None:
+    """A5: the content decides between lines and an array, not the name; a trailing comma is called one."""
     lines = write_jsonl(tmp_path / "rows.json", *TWO)
     array = tmp_path / "rows.jsonl"
     array.write_text(
@@ -127,6 +138,7 @@ def _csv(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_a7_every_format_gives_the_same_ids(tmp_path: Path) -> None:
+    """A7: JSONL, JSON, CSV and Parquet, plain and gzipped, give identical ids and labels."""
     array = tmp_path / "rows.json"
     array.write_text(json.dumps(TWO, indent=2))
     files = [
@@ -150,6 +162,7 @@ def test_a7_every_format_gives_the_same_ids(tmp_path: Path) -> None:
 
 
 def test_a7_other_formats_are_refused_with_the_supported_list(tmp_path: Path) -> None:
+    """A7: a spreadsheet is refused with its name and the supported list."""
     path = tmp_path / "rows.xlsx"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
     with pytest.raises(DataError, match=r"rows\.xlsx.*\.jsonl, \.json, \.csv, \.parquet"):
@@ -158,6 +171,7 @@ def test_a7_other_formats_are_refused_with_the_supported_list(tmp_path: Path) ->
 
 @pytest.mark.parametrize("keep", [1, 2, 15, -5])
 def test_a7_a_cut_gzip_is_never_zero_rows(tmp_path: Path, keep: int) -> None:
+    """A7: a gzip file that ends early is an error with its name, however little is left."""
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(TWO[0]).encode() * 3)[:keep])
     with pytest.raises(DataError, match=r"rows\.jsonl\.gz"):
@@ -180,6 +194,7 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: py
 
 
 def test_a9_text_stays_text(tmp_path: Path) -> None:
+    """A9: what looks like a date, a number or a keyword is text, in every format, leading zeros included."""
     rows = [{"output": text} for text in ("2024-01-02T03:04:05", "not a date", "007", "1e5", "true", "null", "")]
     for path in (
         write_jsonl(tmp_path / "rows.jsonl", *rows),

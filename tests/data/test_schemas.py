@@ -1,7 +1,8 @@
-"""Cases A10 to A21: records to conversations."""
+"""Classes A10 to A21 of docs/cases.md: records to conversations."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -70,16 +71,27 @@ def test_gsm8k_reads_by_its_field_names(gsm8k: Path) -> None:
     assert (report.read, report.used, report.schemas) == (2000, 2000, {"prompt": 2000})
 
 
+def function(name: str, **parameters: Any) -> dict[str, Any]:
+    properties = {parameter: {"type": kind} for parameter, kind in parameters.items()}
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
 def test_a10_absent_keys_stay_absent(tmp_path: Path) -> None:
-    rows = [
+    """A10: arguments and tool schemas of one row never get another row's keys, nor null for them; a null inside a list
+    stays in its place. Parquet unites the fields of all rows; a null that it made is none of ours."""
+    rows: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "q"}, calling({"city": "Oslo"}), *chat("a", "b")]},
         {"messages": [{"role": "user", "content": "q"}, calling({"sku": "A-7", "qty": [2, None, 3]}), *chat("a", "b")]},
     ]
+    rows[0]["tools"], rows[1]["tools"] = (
+        [function("clock", city="string")],
+        [function("stock", sku="string", qty="array")],
+    )
     arrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    as_text = [{"messages": json.dumps(row["messages"])} for row in rows]
+    as_text = [{name: json.dumps(value) for name, value in row.items()} for row in rows]
     parquet.write_table(arrow.Table.from_pylist(as_text), tmp_path / "text.parquet")
     files = [
         write_jsonl(tmp_path / "rows.jsonl", *rows),
@@ -91,10 +103,13 @@ def test_a10_absent_keys_stay_absent(tmp_path: Path) -> None:
         first, second = decoded(file)
         assert '{"name": "clock", "arguments": {"city": "Oslo"}}' in first
         assert '"qty": [2, null, 3]' in second and '"sku": "A-7"' in second
-        assert "null" not in first and "sku" not in first and "city" not in second
+        assert '"parameters": {"properties": {"city": {"type": "string"}}}' in first
+        assert "null" not in first and "sku" not in first and "qty" not in first
+        assert second.count("null") == 1 and "city" not in second
 
 
 def test_a11_objects_as_answers(tmp_path: Path) -> None:
+    """A11: an answer that is an object stops the run with the reason, the count and the option that serialises it."""
     answer = {"name": "Ada", "age": None, "tags": ["x"]}
     path = write_jsonl(tmp_path / "rows.jsonl", {"instruction": "Fill the card", "output": answer})
     with pytest.raises(DataError) as error:
@@ -106,6 +121,7 @@ def test_a11_objects_as_answers(tmp_path: Path) -> None:
 
 
 def test_a13_role_names(tmp_path: Path) -> None:
+    """A13: from/value and role/content are one thing; an unknown role is named with its line and the accepted ones."""
     human = {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
     user = {"conversations": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
     first, second = prepare([write_jsonl(tmp_path / "rows.jsonl", human, user)], DataOptions(), byte_level()).train
@@ -116,6 +132,7 @@ def test_a13_role_names(tmp_path: Path) -> None:
 
 
 def test_a14_tool_calls_in_both_spellings(tmp_path: Path) -> None:
+    """A14: arguments as text and as an object, calls as a list and as text: the same render, learned, without None."""
     rest = [{"role": "tool", "content": "12:00"}, {"role": "assistant", "content": "Noon."}]
     ask = {"role": "user", "content": "time?"}
     rows = [{"messages": [ask, calling(arguments), *rest]} for arguments in ('{"tz":"UTC"}', {"tz": "UTC"})]
@@ -139,6 +156,7 @@ def test_a14_tool_calls_in_both_spellings(tmp_path: Path) -> None:
 
 
 def test_a14_a_template_without_tools_refuses(tmp_path: Path) -> None:
+    """A14: no tool branch in the template, or broken JSON in a call: refused with that reason."""
     path = write_jsonl(
         tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "t?"}, calling({"tz": "UTC"})]}
     )
@@ -150,6 +168,8 @@ def test_a14_a_template_without_tools_refuses(tmp_path: Path) -> None:
 
 
 def test_a15_empty_answers(tmp_path: Path) -> None:
+    """A15: an empty answer is left out and counted (keep_empty trains the end token); null and a missing key have
+    reasons of their own, and stop the run."""
     answers: list[dict[str, Any]] = [{"output": ""}, {"output": " "}, {"output": None}, {}, {"output": "ok"}]
     path = write_jsonl(tmp_path / "rows.jsonl", *({"instruction": "i", **answer} for answer in answers))
     prepared = examine([path], DataOptions(on_bad_row="skip"), byte_level())
@@ -165,6 +185,7 @@ def test_a15_empty_answers(tmp_path: Path) -> None:
 
 
 def test_a17_lone_surrogates(tmp_path: Path) -> None:
+    """A17: a pair is one character, a lone half becomes U+FFFD; what is shown and dumped about rows can be encoded."""
     path = tmp_path / "rows.jsonl"
     path.write_text(
         '{"instruction":"smile","output":"ok \\ud83d end"}\n{"instruction":"smile","output":"\\ud83d\\ude00"}\n'
@@ -172,16 +193,24 @@ def test_a17_lone_surrogates(tmp_path: Path) -> None:
     )
     lone, pair, parts = decoded(path)
     assert "ok \ufffd end" in lone and "\U0001f600" in pair and parts.count("\ufffd") == 2
-    json.dumps(examine([path], DataOptions(), byte_level()).report.as_json(), ensure_ascii=False).encode("utf-8")
+    with open(path, "a") as file:
+        file.write('{"instruction":"a","output":"b","\\ud83d":1}\n{"\\ud83d":"unknown"}\n')
+        file.write('{"messages":[{"role":"user","content":[{"type":"\\ud83d"}]}]}\n')
+    dump = io.StringIO()
+    report = examine([path], DataOptions(), byte_level(), dump=dump).report
+    assert report.notes == ["fields that were not read: \ufffd (1 rows)"] and len(report.skipped) == 2
+    (json.dumps(report.as_json(), ensure_ascii=False) + dump.getvalue()).encode("utf-8")
 
 
 def test_a18_no_normalisation(tmp_path: Path) -> None:
+    """A18: emoji sequences and both spellings of an accented letter reach the tokenizer as written."""
     text = "❤️ 👩‍💻 \u00e9 e\u0301"
     (got,) = decoded(write_jsonl(tmp_path / "rows.jsonl", {"instruction": "i", "output": text}))
     assert f"assistant\n{text}<|im_end|>" in got
 
 
 def test_a20_content_in_parts(tmp_path: Path) -> None:
+    """A20: text parts join in order; a part that is no text is refused by name."""
     parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": " there"}]
     assert turns({"messages": chat("Hi", parts)}) == turns({"messages": chat("Hi", "Hello there")})  # type: ignore[arg-type]
     with pytest.raises(RowError, match="'image_url' cannot be used"):
@@ -189,6 +218,7 @@ def test_a20_content_in_parts(tmp_path: Path) -> None:
 
 
 def test_a21_mixed_schemas(tmp_path: Path) -> None:
+    """A21: each row by its own fields, in any order and in any format; an ambiguous row is named, an unknown key noted."""
     rows: list[dict[str, Any]] = [
         {"instruction": "a", "output": "b", "id": 7},
         {"messages": chat("x", "y")},
@@ -204,6 +234,14 @@ def test_a21_mixed_schemas(tmp_path: Path) -> None:
     assert place.startswith(f"{path}:4: the row fits instruction/response and instruction/output")
     turned = prepare([write_jsonl(tmp_path / "turned.jsonl", *reversed(rows))], options, byte_level())
     assert [row.input_ids for row in reversed(turned.train)] == [row.input_ids for row in prepared.train]
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    columns = {name: [row.get(name) for row in rows] for name in {name: None for row in rows for name in row}}
+    parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
+    table = prepare([tmp_path / "rows.parquet"], options, byte_level())
+    assert [row.input_ids for row in table.train] == [row.input_ids for row in prepared.train]
+    assert table.report.schemas == prepared.report.schemas and table.report.skipped == prepared.report.skipped
 
 
 @pytest.mark.parametrize(

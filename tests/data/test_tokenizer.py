@@ -1,4 +1,4 @@
-"""Cases B14, B16, B17, A17, A18, K5, K6: text to ids, back, and to files."""
+"""Classes A17, A18, B14, B16, B17, K5 and K6 of docs/cases.md: text to ids, back, and to files."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ def folder_of(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 @settings(max_examples=200, deadline=None)
 @given(TEXTS)
 def test_a18_decode_gives_back_what_was_encoded(text: str) -> None:
+    """A18: nothing is normalised on the way to ids and back."""
     assert BYTES.decode(BYTES.encode(text)) == text
 
 
 def test_a17_surrogates() -> None:
+    """A17: the rule for prompts that are typed is the rule for data."""
     assert replace_surrogates("a\ud83d\ude00b\ud83dc\ude00") == "a\U0001f600b\ufffdc\ufffd"
     assert BYTES.decode(BYTES.encode("ok \ud83d end")) == "ok \ufffd end"
 

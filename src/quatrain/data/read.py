@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from quatrain.data.outcome import Record, RowError, Skipped
 from quatrain.data.paths import SUPPORTED
+from quatrain.data.tokenizer import replace_surrogates
 from quatrain.errors import DataError
 
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
@@ -98,8 +99,9 @@ def _is_object(text: bytes) -> bool:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, unless a key comes twice: one of its values would be lost."""
-    found = dict(pairs)
+    """An object, unless a key comes twice: one of its values would be lost. Keys are shown to people, so a lone
+    surrogate in one becomes U+FFFD here; in values that is done where they become text."""
+    found = {replace_surrogates(name): value for name, value in pairs}
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)

@@ -224,7 +224,7 @@ def _content(value: Any, where: str, *, may_be_null: bool) -> str:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
             kind = kind if isinstance(kind, str) else _describe(part)
-            raise RowError(f"content part of type {kind}", f"{where}: a content part of type {kind!r} cannot be used")
+            raise RowError(f"content part of type {kind!r}", f"{where}: a content part of type {kind!r} cannot be used")
     return replace_surrogates("".join(part["text"] for part in value))
 
 
