@@ -306,6 +306,7 @@ def test_resume_with_another_model_other_rows_or_other_targets(
 
 
 def test_the_template_that_was_trained_on_goes_with_the_adapter(world: Path, tmp_path: Path) -> None:
+    """B14: the adapter folder holds the template it was trained with; the file that it came from may go."""
     from quatrain.cli.use import open_for_use
 
     template = tmp_path / "mine.jinja"

@@ -23,6 +23,7 @@ def rows_of(path: Path, *sizes: tuple[int, int]) -> Path:
 
 
 def test_b11_a_cut_answer_is_learned_up_to_the_cut(tmp_path: Path) -> None:
+    """B11: an answer of 12 tokens cut after 7: those 7 are learned, and no end token."""
     path = rows_of(tmp_path / "rows.jsonl", (4, 12))
     (row,) = prepare([path], DataOptions(truncation="truncate"), TOKENIZER, max_seq_len=1 + 4 + 7).train
     assert row.labels == (IGNORE,) * 5 + tuple(TOKENIZER.encode("a" * 7))
@@ -31,9 +32,13 @@ def test_b11_a_cut_answer_is_learned_up_to_the_cut(tmp_path: Path) -> None:
 
 
 def test_c6_the_default_drops_and_cutting_keeps_bos_and_headers(tmp_path: Path) -> None:
+    """C6: a row that is too long is dropped; cutting takes from its end, so what stays begins a render."""
     messages = chat("q" * 10, "a" * 5, system="s" * 40)
     path = write_jsonl(tmp_path / "rows.jsonl", {"messages": messages}, {"messages": chat("q", "a")})
     dropped = prepare([path], DataOptions(), byte_level(), max_seq_len=80)
+    assert prepare([path], DataOptions(), byte_level(), max_seq_len=32).report.skipped == dropped.report.skipped
+    beyond = prepare([path], DataOptions(truncation="truncate"), byte_level(), max_seq_len=32).report
+    assert beyond.skipped == {"no supervised token left after truncation": 1} and beyond.used == 1
     assert dropped.report.skipped == {"longer than max_seq_len": 1} and len(dropped.train) == 1
     cut = prepare([path], DataOptions(truncation="truncate"), byte_level(), max_seq_len=84)
     whole = prepare([path], DataOptions(), byte_level(), max_seq_len=512)
@@ -43,6 +48,7 @@ def test_c6_the_default_drops_and_cutting_keeps_bos_and_headers(tmp_path: Path) 
 
 
 def test_c3_rows_without_supervised_tokens_stop_the_run(tmp_path: Path) -> None:
+    """C3: rows whose answer lies beyond the limit are counted before step 1; too many of them stop the run."""
     lost, kept = (100, 1), (2, 2)
     few = rows_of(tmp_path / "few.jsonl", *[lost] * 3, *[kept] * 7)
     for truncation, reason in (
@@ -77,9 +83,12 @@ def test_a6_one_very_long_row(tmp_path: Path) -> None:
 
 
 def test_b17_ids_outside_the_embedding_table(tmp_path: Path) -> None:
+    """B17: an id beyond the embedding is a named error; a pad token beyond it is never used, so it does no harm."""
     path = rows_of(tmp_path / "rows.jsonl", (2, 2))
     assert TOKENIZER.vocab_size == 258
     prepare([path], DataOptions(), TOKENIZER, vocab_rows=258)
+    padded = byte_level(("<s>", "</s>", "[PAD]"), bos="<s>", eos="</s>", template="{{ bos_token }}" + PLAIN)
+    assert padded.token_id("[PAD]") == 258 and prepare([path], DataOptions(), padded, vocab_rows=258).report.used == 1
     with pytest.raises(DataError, match=r"token 257 \('</s>'\) is outside the model's 257 embedding rows"):
         prepare([path], DataOptions(), TOKENIZER, vocab_rows=257)
 

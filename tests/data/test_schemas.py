@@ -218,7 +218,7 @@ def test_a20_content_in_parts(tmp_path: Path) -> None:
 
 
 def test_a21_mixed_schemas(tmp_path: Path) -> None:
-    """A21: each row by its own fields, in any order and in any format; an ambiguous row is named, an unknown key noted."""
+    """A21: each row by its own fields, in any order and format; an ambiguous row is named, an unknown key noted."""
     rows: list[dict[str, Any]] = [
         {"instruction": "a", "output": "b", "id": 7},
         {"messages": chat("x", "y")},

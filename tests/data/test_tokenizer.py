@@ -46,6 +46,7 @@ def test_a17_surrogates() -> None:
 
 @pytest.mark.parametrize("scheme", ["byte", "first", "always", "never", "legacy"])
 def test_b16_guarding_changes_no_other_id(scheme: str) -> None:
+    """B16: guarding control tokens changes no other id, in any kind of tokenizer."""
     tokenizer = byte_level(("<s>", "</s>"), eos="</s>") if scheme == "byte" else sentencepiece(scheme)
     plain = tokenizer._full
     text = "<s>[INST] hello wörld 42 [/INST] the answer</s> <s> is\n\n  not  </s>"
@@ -60,11 +61,13 @@ def test_b16_guarding_changes_no_other_id(scheme: str) -> None:
 
 
 def test_b16_the_reserved_characters_are_refused() -> None:
+    """B16: the characters that stand for control tokens inside are refused from outside."""
     with pytest.raises(DataError, match="private-use"):
         BYTES.encode("a \U00100000 b")
 
 
 def test_b14_files_travel_byte_for_byte(tmp_path: Path) -> None:
+    """B14: nothing was changed, so every tokenizer file is saved byte for byte."""
     folder = folder_of(tmp_path, byte_level(bos="<|im_start|>"))
     loaded = Tokenizer.from_folder(folder)
     assert loaded is not None and (loaded.bos_token, loaded.pad_token) == ("<|im_start|>", "<|im_end|>")
@@ -76,6 +79,7 @@ def test_b14_files_travel_byte_for_byte(tmp_path: Path) -> None:
 
 
 def test_b14_the_template_that_was_used_is_saved(tmp_path: Path) -> None:
+    """B14: a template chosen for training is what a plain Hugging Face tokenizer finds beside the adapter."""
     transformers = pytest.importorskip("transformers")
     mine = tmp_path / "mine.jinja"
     mine.write_text("{% for m in messages %}{{ m.role + '>' + m.content + '<|im_end|>' }}{% endfor %}\n")
@@ -129,6 +133,7 @@ def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
 
 
 def test_b17_special_tokens_must_exist() -> None:
+    """B17: a pad token that the vocabulary lacks is not added; an end token that it lacks is an error."""
     with pytest.raises(ModelError, match=r"eos_token is '\[END\]', which is not in the vocabulary"):
         byte_level(eos="[END]")
     unused = Tokenizer(byte_level_rust(["</s>"]).to_str(), eos_token="</s>", pad_token="[PAD]")
@@ -156,6 +161,7 @@ def test_named_special_tokens_are_guarded_whatever_their_flag() -> None:
 @settings(max_examples=100, deadline=None)
 @given(TEXTS)
 def test_k6_streams_hold_bytes_until_a_character_is_complete(text: str) -> None:
+    """K6: any text, streamed token by token: no half character is shown."""
     stream = BYTES.stream_decoder()
     shown = [stream.push(token) for token in BYTES.encode(text)]
     assert "".join(shown) + stream.finish() == text
@@ -163,6 +169,7 @@ def test_k6_streams_hold_bytes_until_a_character_is_complete(text: str) -> None:
 
 
 def test_k6_an_emoji_comes_whole_and_broken_bytes_come_at_the_end() -> None:
+    """K6: an emoji of four byte tokens comes with the last one."""
     stream = BYTES.stream_decoder()
     assert [stream.push(token) for token in BYTES.encode("é😀")] == ["", "é", "", "", "", "😀"]
     for token in BYTES.encode("😀")[:2]:
@@ -179,6 +186,7 @@ def test_streams_keep_the_spaces_of_sentencepiece(scheme: str) -> None:
 
 
 def test_k5_a_stop_text_may_come_in_pieces() -> None:
+    """K5: a stop text is found in the text, however the tokens cut it; nothing from it on is shown."""
     stops = StopTexts(["###", "\nUser:"])
     assert [stops.push(part) for part in ("Hi #", "1\nUs", "e ##", "#\n", "more")] == ["Hi ", "#1", "\nUse ", "", ""]
     assert stops.stopped and stops.finish() == ""
