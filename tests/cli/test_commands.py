@@ -180,6 +180,19 @@ def test_plan_reads_no_weight(world: Path, capsys: pytest.CaptureFixture[str], m
     assert facts["total_bytes"] == sum(entry["bytes"] for entry in facts["entries"])
 
 
+def test_rows_without_a_supervised_token_are_said_before_step_1(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """C3: three of ten rows are longer than the limit: their number and share are shown, and the rest is trained on."""
+    (tmp_path / "model").symlink_to(world / "model")
+    rows = write_rows(tmp_path / "rows.jsonl", 7)
+    long = {"instruction": "x" * 99, "response": "y"}
+    rows.write_text(rows.read_text() + (json.dumps(long) + "\n") * 3)
+    assert main(train_words(tmp_path, tmp_path / "out", "--max-steps", "1")) == 0
+    said = capsys.readouterr().out
+    assert "skipped 3 (30%): longer than max_seq_len" in said and said.index("skipped 3") < said.index("step 1/1")
+
+
 def test_a_run_that_does_not_fit_is_refused(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(train_words(world, tmp_path / "out", "--memory-budget", "1MB")) == 4
     assert "error: the run needs" in capsys.readouterr().err

@@ -14,10 +14,12 @@ def sources(steps: list[Step]) -> list[str]:
 
 
 def test_steps_are_counted_on_usable_rows() -> None:
+    """C7: 90 rows that are left of a file, in batches of 9."""
     assert Batching(rows_of(90), TrainOptions(batch_size=9, epochs=1), 0).length.steps_of_epoch == (10,)
 
 
 def test_the_last_accumulation_group_may_be_partial() -> None:
+    """E4: 100 rows, micro-batches of 3, accumulation 4: 34 micro-batches, 9 steps an epoch, 18 in two."""
     batching = Batching(rows_of(100), TrainOptions(batch_size=3, accumulation=4, epochs=2), 0)
     steps = batching.epoch(0)
     assert sum(map(len, steps)) == 34 and len(steps) == 9
@@ -26,6 +28,7 @@ def test_the_last_accumulation_group_may_be_partial() -> None:
 
 
 def test_packing_by_token_budget() -> None:
+    """D4: 10 rows of 100 tokens in packs of 256: 5 packs an epoch, 10 steps in two; no row is lost."""
     rows = rows_of(10, tokens=100)
     batching = Batching(rows, TrainOptions(batch_tokens=256, epochs=2), 0)
     assert batching.length.total_steps == 10 and batching.length.steps_of_epoch == (5, 5)
@@ -34,6 +37,7 @@ def test_packing_by_token_budget() -> None:
 
 
 def test_a_step_of_tokens_is_cut_to_micro_batches_without_rounding_the_step() -> None:
+    """E6: 1000 tokens a step in micro-batches of 300: the step holds what it holds without them."""
     rows = rows_of(40, tokens=100)
     whole = Batching(rows, TrainOptions(batch_tokens=1000, epochs=1), 0)
     cut = Batching(rows, TrainOptions(batch_tokens=1000, epochs=1), 0, micro_batch_tokens=300)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_folder_appears_complete_and_can_be_replaced(tmp_path: Path) -> None:
+    """M2: a folder is there whole, with a manifest that fits."""
     write(tmp_path / "x", "one")
     verify_folder(tmp_path / "x")
     write(tmp_path / "x", "two")
@@ -35,6 +37,7 @@ def test_a_folder_appears_complete_and_can_be_replaced(tmp_path: Path) -> None:
 
 
 def test_a_failure_while_writing_leaves_the_old_one(tmp_path: Path) -> None:
+    """M2: an error on the way leaves what was there."""
     write(tmp_path / "x", "one")
     with pytest.raises(RuntimeError), staged_folder(tmp_path / "x") as staging:
         (staging / "b.txt").write_text("half")
@@ -46,6 +49,7 @@ def test_a_failure_while_writing_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def test_a_crash_between_the_renames_is_undone(tmp_path: Path) -> None:
+    """M2: killed between the two renames."""
     target, aside = tmp_path / "x", tmp_path / ".x.previous"
     write(target, "one")
     target.rename(aside)
@@ -55,6 +59,7 @@ def test_a_crash_between_the_renames_is_undone(tmp_path: Path) -> None:
 
 
 def test_a_crash_before_the_old_folder_is_deleted_is_finished(tmp_path: Path) -> None:
+    """M2: killed after them."""
     write(tmp_path / "x", "new")
     write(tmp_path / ".x.previous", "old")
     atomic.recover(tmp_path / "x")
@@ -75,6 +80,48 @@ def test_ctrl_c_between_the_renames_puts_the_old_folder_back(tmp_path: Path, mon
         write(tmp_path / "x", "two")
     verify_folder(tmp_path / "x")
     assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "one" and names(tmp_path) == ["x"]
+
+
+def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    """M2: a process that dies at the n-th fsync, rename or deletion of a save that replaces step 2: one of its two
+    versions is there, whole, and the next save works."""
+    calls = 0
+    while True:
+        folder = tmp_path / str(calls)
+        save_checkpoint(folder, 1, {"w": torch.tensor(1.0)}, {})
+        save_checkpoint(folder, 2, {"w": torch.tensor(2.0)}, {})
+        child = os.fork()
+        if child == 0:
+            die_at_call(calls)
+            save_checkpoint(folder, 2, {"w": torch.tensor(3.0)}, {})
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        checkpoint, passed_over = newest_complete(folder)
+        assert checkpoint is not None and checkpoint.step == 2 and passed_over == []
+        value = checkpoint.tensors()["w"].item()
+        assert value == 3.0 if code == 0 else value in (2.0, 3.0)
+        save_checkpoint(folder, 2, {"w": torch.tensor(4.0)}, {})
+        assert newest_complete(folder)[0].tensors()["w"].item() == 4.0  # type: ignore[union-attr]
+        assert names(folder) == ["step-000001", "step-000002"]
+        if code == 0:
+            break
+        calls += 1
+    assert calls >= 8  # fsync of two files, the manifest and three folders, two renames, a replace, a deletion
+
+
+def die_at_call(number: int) -> None:
+    """From now on this process ends, without any clean-up, at the call of that number (from 0) to the file system."""
+    seen = 0
+    for owner, name in ((os, "fsync"), (os, "replace"), (Path, "rename"), (atomic.shutil, "rmtree")):
+
+        def counted(*arguments: object, call: Any = getattr(owner, name), **more: object) -> Any:
+            nonlocal seen
+            if seen == number:
+                os._exit(9)
+            seen += 1
+            return call(*arguments, **more)
+
+        setattr(owner, name, counted)
 
 
 def spoil_nothing_there(folder: Path) -> None:
@@ -112,6 +159,7 @@ SPOILERS = [v for k, v in list(globals().items()) if k.startswith("spoil_")]
 
 @pytest.mark.parametrize("spoil", SPOILERS)
 def test_an_incomplete_checkpoint_is_passed_over_with_its_reason(tmp_path: Path, spoil) -> None:  # type: ignore[no-untyped-def]
+    """M2: cut, empty, missing or altered files: resume takes the newest checkpoint that is whole."""
     for step in (8, 20, 100):
         save_checkpoint(tmp_path, step, {"master.w": torch.full((3,), float(step))}, {"progress": {}})
     spoil(tmp_path / "step-000100")
@@ -122,6 +170,7 @@ def test_an_incomplete_checkpoint_is_passed_over_with_its_reason(tmp_path: Path,
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    """F11: step 999,999 is older than step 1,000,000."""
     for step in (20, 1_000_000, 999_999):
         save_checkpoint(tmp_path, step, {"w": torch.zeros(1)}, {})
     checkpoint, _ = newest_complete(tmp_path)
@@ -152,6 +201,8 @@ def test_state_of_views_of_one_buffer_comes_back_by_name(tmp_path: Path) -> None
 
 
 def test_state_of_other_parameters_is_refused_by_module(tmp_path: Path) -> None:
+    """F7: state is kept by name; other targets are refused by module."""
+
     def keys(*modules: str) -> list[str]:
         names = [f"base_model.model.model.layers.0.self_attn.{module}.lora_A.weight" for module in modules]
         return [f"{kind}.{name}" for kind in ("master", "exp_avg") for name in names]
@@ -164,6 +215,7 @@ def test_state_of_other_parameters_is_refused_by_module(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_holds_no_absolute_path(tmp_path: Path) -> None:
+    """F9: a run folder may be moved."""
     path = save_checkpoint(tmp_path, 4, {"w": torch.zeros(1)}, {"progress": {"best_step": 2}})
     content = "".join(file.read_text() for file in path.glob("*.json"))
     assert str(tmp_path) not in content and json.loads((path / "progress.json").read_text())["step"] == 4

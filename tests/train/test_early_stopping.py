@@ -11,6 +11,7 @@ from quatrain.train.early_stopping import BestTracker
 
 @pytest.mark.parametrize("first", [math.nan, math.inf, -math.inf])
 def test_a_first_evaluation_that_is_not_finite_is_not_the_best(first: float) -> None:
+    """F10: NaN and infinity are never the best."""
     tracker = BestTracker(patience=2)
     assert not tracker.update(1, first) and tracker.best_step is None and tracker.misses == 1
     assert tracker.update(2, 5.0) and (tracker.best_step, tracker.misses) == (2, 0)

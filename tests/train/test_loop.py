@@ -27,6 +27,7 @@ def kept(folder: Path) -> list[str]:
 
 
 def test_steps_rates_and_metrics_agree(tmp_path: Path) -> None:
+    """F1, E4: warm-up counts optimizer steps: 2 of 18, the peak at step 2, and a last step that still learns."""
     pipeline = Standin()
     options = TrainOptions(batch_size=3, accumulation=4, epochs=2, warmup_ratio=0.1)
     assert loop_of(tmp_path, pipeline, options).run() == "finished"
@@ -44,6 +45,8 @@ def test_steps_rates_and_metrics_agree(tmp_path: Path) -> None:
 
 
 def test_best_adapter_is_kept_and_nan_counts_as_a_miss(tmp_path: Path) -> None:
+    """F10: losses 1.0, 0.8, NaN, 0.9 with patience 2: the second is kept, NaN is a miss, the fourth ends the run. C3: a
+    number that is missing is null, never 0."""
     pipeline = Standin(eval_losses=[1.0, 0.8, math.nan, 0.9, 0.95])
     options = TrainOptions(batch_size=10, max_steps=100, eval_every=10, patience=2)
     assert loop_of(tmp_path, pipeline, options).run() == "stopped early"
@@ -122,6 +125,7 @@ def test_resume_deals_the_rows_that_were_next_and_cuts_the_metrics(tmp_path: Pat
 
 
 def test_steps_without_finite_gradients_are_counted_and_end_the_run(tmp_path: Path) -> None:
+    """G2: skipped steps are named with their rows, counted, and end the run when there are too many in a row."""
     reporter = Recorder()
     pipeline = Standin(losses=[2.0, math.nan, 2.0, math.inf, math.nan, math.nan])
     options = TrainOptions(batch_size=10, epochs=3, max_skipped_steps=3)
@@ -139,6 +143,7 @@ def test_steps_without_finite_gradients_are_counted_and_end_the_run(tmp_path: Pa
 
 
 def test_a_loss_too_good_to_be_true_warns_and_then_stops(tmp_path: Path) -> None:
+    """D3: a loss below 0.01 from the first step on is said, and ends the run after five steps."""
     reporter = Recorder()
     loop = loop_of(tmp_path, Standin(losses=[0.001] * 10), TrainOptions(batch_size=10, epochs=3), reporter=reporter)
     with pytest.raises(QuatrainError, match=r"step 5 .* 5 steps in a row"):
@@ -153,17 +158,20 @@ def test_a_low_loss_late_in_the_run_is_no_cause_for_alarm(tmp_path: Path) -> Non
 
 
 def test_a_perplexity_of_exactly_one_is_suspicious_at_any_time(tmp_path: Path) -> None:
+    """D3: a perplexity of exactly 1 is never earned."""
     loop = loop_of(tmp_path, Standin(losses=[2.0] + [0.0] * 29), TrainOptions(batch_size=10))
     with pytest.raises(QuatrainError, match=r"step 6 has loss 0\.000000"):
         loop.run()
 
 
 def test_a_step_without_supervised_tokens_is_an_error_not_a_zero(tmp_path: Path) -> None:
+    """C3: a step with nothing to learn from has no loss to show."""
     with pytest.raises(DataError, match="step 1 had no supervised token"):
         loop_of(tmp_path, Standin(), TrainOptions(batch_size=10), tokens=1).run()
 
 
 def test_evaluation_and_checkpoint_always_happen_at_the_end(tmp_path: Path) -> None:
+    """P4: intervals beyond the end of the run: one evaluation and one checkpoint, at the end."""
     pipeline = Standin()
     loop_of(tmp_path, pipeline, TrainOptions(batch_size=5, epochs=1, eval_every=1000, save_every=1000)).run()
     assert pipeline.evaluations == [20] and kept(tmp_path) == ["step-000020"]

@@ -13,7 +13,8 @@ from tiny_model import write_rows, write_tiny_model
 from train.standin import Recorder
 
 from quatrain.errors import QuatrainError
-from quatrain.train.run import _require_changed, train
+from quatrain.train.run import _require_changed, prepare_run, train
+from quatrain.train.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,7 @@ def run(world: Path, out: Path, **more: Any) -> list[dict[str, Any]]:
 
 
 def test_logged_loss_and_norm_do_not_depend_on_accumulation(world: Path, tmp_path: Path) -> None:
+    """E2: accumulation 1, 2 and 8 over the same rows log the same loss and gradient norm."""
     runs = [
         run(world, tmp_path / str(accumulation), max_steps=2, batch_size=8 // accumulation, accumulation=accumulation)
         for accumulation in (1, 2, 8)
@@ -43,7 +45,18 @@ def test_logged_loss_and_norm_do_not_depend_on_accumulation(world: Path, tmp_pat
             assert line["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
 
 
+def test_steps_and_schedule_are_counted_on_the_rows_that_are_used(world: Path, tmp_path: Path) -> None:
+    """C7: 100 rows, 10 of no use, batches of 9: ten steps an epoch, and a learning rate that is done after ten."""
+    rows = [{"instruction": f"say {i}", "response": "" if i % 10 == 3 else "yes"} for i in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"model": str(world / "model"), "data": str(tmp_path / "rows.jsonl"), "out": str(tmp_path / "out")}
+    it = prepare_run(Settings.resolve({**given, "batch_size": 9, "epochs": 1, "max_seq_len": 64}), Recorder())
+    assert (it.prepared.report.read, it.prepared.report.skipped) == (100, {"empty answer": 10})
+    assert it.total_steps == it.schedule.total_steps == 10 and it.batching.length.steps_of_epoch == (10,)
+
+
 def test_every_adapter_learns_when_accumulating(world: Path, tmp_path: Path) -> None:
+    """E3: accumulation 4: every B is non-zero after one step."""
     from safetensors.torch import load_file
 
     run(world, tmp_path / "out", max_steps=1, batch_size=2, accumulation=4)
@@ -53,6 +66,7 @@ def test_every_adapter_learns_when_accumulating(world: Path, tmp_path: Path) -> 
 
 
 def test_a_run_that_changed_nothing_is_not_a_success() -> None:
+    """E3: an adapter that never moved is an error at the end, by name."""
     name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_B.weight"
     state = {f"master.{name.format(0)}": torch.ones(2), f"exp_avg.{name.format(1)}": torch.zeros(2)}
     _require_changed(SimpleNamespace(state=lambda: state))  # type: ignore[arg-type]

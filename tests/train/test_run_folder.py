@@ -30,6 +30,7 @@ def an_earlier_run(folder: Path) -> Path:
 
 
 def test_a_good_place_is_probed_and_left_as_it_was(tmp_path: Path) -> None:
+    """M3: writing is tried before anything is read, and nothing of the trial stays."""
     assert check(tmp_path / "a" / "b c") == tmp_path / "a" / "b c"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "empty").mkdir()
@@ -44,12 +45,14 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="no /proc on this system")
 def test_an_impossible_place() -> None:
+    """M3: a place where nobody can write."""
     with pytest.raises(CheckpointError, match="cannot write in /proc/x"):
         check("/proc/x")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_place(tmp_path: Path) -> None:
+    """M3: a folder without write permission."""
     tmp_path.chmod(0o555)
     with pytest.raises(CheckpointError, match="Permission denied"):
         check(tmp_path / "x")
@@ -57,12 +60,14 @@ def test_a_read_only_place(tmp_path: Path) -> None:
 
 
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
+    """M3: a file of that name."""
     (tmp_path / "x").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         check(tmp_path / "x")
 
 
 def test_a_folder_of_something_else_is_never_taken(tmp_path: Path) -> None:
+    """M3: a folder with other things in it."""
     (tmp_path / "thesis.txt").write_text("")
     for more in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(ConfigError, match="holds no Quatrain run"):
@@ -70,6 +75,7 @@ def test_a_folder_of_something_else_is_never_taken(tmp_path: Path) -> None:
 
 
 def test_an_earlier_run_needs_a_word(tmp_path: Path) -> None:
+    """M3, P6: a folder with an earlier run needs --resume or --overwrite, which spares foreign files."""
     an_earlier_run(tmp_path)
     with pytest.raises(ConfigError, match="already holds a run") as caught:
         check(tmp_path)
@@ -86,6 +92,7 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_known_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M7: the disk space of the checkpoints is compared with what is free."""
     check_disk(tmp_path / "new", 1000, keep=2)
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
     with pytest.raises(PlanError, match="the disk has 0 MB left"):
@@ -118,6 +125,8 @@ def test_the_same_option_again_is_no_conflict() -> None:
     ],
 )
 def test_another_value_is_refused_unless_overridden(name: str, value: str, text: str) -> None:
+    """F6: other epochs or another learning rate on resume are refused with both values; --override applies them. F4:
+    which rule was taken is said."""
     given = {"out": "o", "resume": True, name: value}
     with pytest.raises(ConfigError, match=text) as caught:
         settings_for_resume(given, saved())
@@ -139,6 +148,7 @@ def test_names_are_unique_over_all_option_sets_and_free_ones_exist() -> None:
 
 
 def test_all_problems_at_once_with_near_names() -> None:
+    """P4: no epochs, no rows a batch, dropout 1, all held out: refused together, with near names for typos."""
     with pytest.raises(ConfigError) as caught:
         Settings.resolve(
             {
@@ -179,11 +189,13 @@ def test_all_problems_at_once_with_near_names() -> None:
     ],
 )
 def test_contradictions_and_impossible_values(given: dict[str, Any]) -> None:
+    """P4: two ways to say one thing, and values out of range."""
     with pytest.raises(ConfigError):
         Settings.resolve(given)
 
 
 @pytest.mark.parametrize("value", ["0.1", 0.1])
 def test_a_ratio_in_warmup_steps_is_recognised(value: Any) -> None:
+    """F2: 0.1 steps of warm-up was meant as a ratio."""
     with pytest.raises(ConfigError, match="did you mean warmup_ratio"):
         Settings.resolve({"warmup_steps": value})

@@ -68,7 +68,7 @@ def _totals(report: DataReport) -> str:
 def _skipped(report: DataReport, places: bool = False) -> list[str]:
     lines = []
     for reason, number in sorted(report.skipped.items(), key=lambda item: -item[1]):
-        lines.append(f"skipped {count(number)}: {reason}")
+        lines.append(f"skipped {count(number)} ({number / report.read:.0%}): {reason}")
         if places:
             shown = report.skipped_at.get(reason, [])
             lines += [f"  {place}" for place in shown]
