@@ -40,6 +40,8 @@ def train_words(world: Path, out: Path, *more: str) -> list[str]:
 def test_train_says_what_it_does_and_leaves_a_complete_run(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """P3: the resolved options are saved. M3: nothing is written to the working folder. M5: why it runs on the CPU.
+    I5: the matched modules are listed."""
     out = tmp_path / "a run"
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -133,6 +135,7 @@ def test_check_of_rows_that_cannot_be_used(world: Path, tmp_path: Path, capsys: 
 def test_a_zero_stops_train_before_the_weights(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """C3: a limit that leaves nothing to learn from ends the run before the weights are read."""
     monkeypatch.setattr("quatrain.checkpoint.load.load_params", lambda *_, **__: pytest.fail("weights were read"))
     assert main(train_words(world, tmp_path / "out", "--max-seq-len", "10")) == 3
     assert "error: 100% of the rows have no supervised token left" in capsys.readouterr().err
@@ -170,6 +173,7 @@ def test_data_of_no_use_stops_train_before_the_weights(
 
 
 def test_plan_reads_no_weight(world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """M7: the need is known from the configuration alone."""
     monkeypatch.setattr("quatrain.checkpoint.load.load_params", lambda *_, **__: pytest.fail("weights were read"))
     words = ["plan", "--model", str(world / "model"), *QUICK]
     assert main([*words, "--names"]) == 0
@@ -194,6 +198,7 @@ def test_rows_without_a_supervised_token_are_said_before_step_1(
 
 
 def test_a_run_that_does_not_fit_is_refused(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """M7: a budget below the need is refused with the need, exit code 4."""
     assert main(train_words(world, tmp_path / "out", "--memory-budget", "1MB")) == 4
     assert "error: the run needs" in capsys.readouterr().err
 
@@ -201,6 +206,7 @@ def test_a_run_that_does_not_fit_is_refused(world: Path, tmp_path: Path, capsys:
 def test_the_same_out_twice_is_refused_and_a_finished_run_is_not_trained_again(
     run_folder: Path, world: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """P6: the same --out a second time."""
     assert main(train_words(world, run_folder)) == 2
     assert "already holds a run" in capsys.readouterr().err
     assert main(["train", "--resume", "--out", str(run_folder)]) == 0
@@ -228,6 +234,7 @@ def test_the_same_out_twice_is_refused_and_a_finished_run_is_not_trained_again(
 def test_what_cannot_work_is_refused_at_the_start(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], code: int, text: str
 ) -> None:
+    """P4, P5, M3, M5, F10, I5: refused with the reason and an exit code, before anything is written."""
     assert main(train_words(world, tmp_path / "out", *more)) == code
     said = capsys.readouterr().err
     assert text in said and "Traceback" not in said
@@ -250,6 +257,7 @@ def test_what_cannot_work_is_refused_at_the_start(
 def test_what_will_not_happen_is_said(
     world: Path, capsys: pytest.CaptureFixture[str], more: list[str], text: str
 ) -> None:
+    """P4: no evaluation, or a save at the end only. E6: a step cut into micro-batches. I7: a rank that is too large."""
     words = ["plan", "--model", str(world / "model"), "--data", str(world / "rows.jsonl"), *QUICK, "--max-steps", "2"]
     assert main([*words, *more]) == 0
     assert text in capsys.readouterr().out
@@ -271,6 +279,7 @@ def test_yaml_and_flags_together(world: Path, tmp_path: Path, capsys: pytest.Cap
 def test_a_missing_best_adapter_is_said_and_the_run_ends_well(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """F9: the best adapter is gone: a warning, and the run still ends well."""
     import shutil
 
     out = tmp_path / "out"
@@ -290,6 +299,27 @@ def test_overwrite_replaces_the_run(world: Path, tmp_path: Path) -> None:
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-000001"]
 
 
+def test_without_kernels_and_compiler_the_reference_ops_run(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """M6: nothing is compiled at run time. Without the native library the reference ops give the same losses, and the
+    reason is said once, before the first step."""
+    words = ["--max-steps", "3"]
+    assert main(train_words(world, tmp_path / "native", *words)) == 0
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("quatrain.ops.library.available", lambda: (False, "the native library is not installed"))
+    capsys.readouterr()
+    assert main(train_words(world, tmp_path / "reference", *words)) == 0
+    said = capsys.readouterr().out
+    notice = "reference: the native library is not installed"
+    assert said.count(notice) == 1 and said.index(notice) < said.index("step 1/3")
+    native, reference = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("native", "reference")
+    )
+    assert reference == pytest.approx(native, rel=1e-5) and len(native) == 3
+
+
 def edit_model(world: Path, tmp_path: Path) -> list[str]:
     return ["--model", str(write_tiny_model(tmp_path / "other", seed=5))]
 
@@ -297,6 +327,7 @@ def edit_model(world: Path, tmp_path: Path) -> list[str]:
 def test_resume_with_another_model_other_rows_or_other_targets(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """F6, F7: what differs from the checkpoint is named; --override applies it."""
     out = tmp_path / "out"
     assert main(train_words(world, out, "--max-steps", "1", "--lora-targets", "q_proj,v_proj")) == 0
     resume: list[Any] = ["train", "--resume", "--out", str(out)]

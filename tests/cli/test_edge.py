@@ -137,6 +137,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_doctor_tells_machines_and_people_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """M5: the build of torch, the driver and why CUDA is not used."""
     import torch
 
     assert main(["doctor", "--json"]) == 0

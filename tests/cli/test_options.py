@@ -31,11 +31,13 @@ def resolve(tmp_path: Path, text: str) -> Settings:
 
 @pytest.mark.parametrize("written", ["1e-4", "1.0e-4", '"1e-4"', ".0001", "0.0001", "1E-4"])
 def test_a_number_is_a_number_however_it_is_written(tmp_path: Path, written: str) -> None:
+    """P1: 1e-4 is a number in YAML too, which alone would call it text."""
     assert resolve(tmp_path, f"learning_rate: {written}").engine.learning_rate == 1e-4
     assert resolve(tmp_path, f"lr: {written}").engine.learning_rate == 1e-4
 
 
 def test_a_broken_number_is_refused_by_key(tmp_path: Path) -> None:
+    """P1: what is no number is refused with its option."""
     with pytest.raises(ConfigError, match=r"learning_rate: .*'1e-4x'"):
         resolve(tmp_path, "learning_rate: 1e-4x")
 
@@ -64,6 +66,7 @@ def test_a_broken_number_is_refused_by_key(tmp_path: Path) -> None:
     ],
 )
 def test_the_declared_type_decides(tmp_path: Path, text: str, name: str, want: object) -> None:
+    """P1: yes and 010 mean what the option wants: true, ten, or that very text."""
     assert resolve(tmp_path, text).resolved()[name] == want
 
 
@@ -105,6 +108,7 @@ def run_flags(*words: str) -> dict[str, Any]:
 
 
 def test_flag_beats_file_beats_default(tmp_path: Path) -> None:
+    """P3: a flag goes before the file, the file before the default."""
     path = tmp_path / "run.yaml"
     path.write_text("epochs: 5\nbatch_size: 3\nuse_rslora: yes\n")
     given = run_flags("--config", str(path), "--epochs", "7", "--no-use-rslora")
@@ -143,6 +147,7 @@ ALL_OPTIONS = {name: field for options in OPTION_SETS for name, field in options
 
 @pytest.mark.parametrize("name", ALL_OPTIONS)
 def test_every_key_changes_what_is_resolved_by_flag_and_by_file(tmp_path: Path, name: str) -> None:
+    """P3: no option is parsed and lost on either way."""
     base = Settings.resolve(REQUIRED).resolved()[name]
     flag = "--" + name.replace("_", "-")
     if ALL_OPTIONS[name].annotation is bool:

@@ -1,4 +1,4 @@
-"""Case P5: what users type for a path."""
+"""Class P5 of docs/cases.md: what users type for a path."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def refused(*paths: str | Path) -> tuple[str, str]:
 
 
 def test_p5_paths_that_are_not_a_data_file(tmp_path: Path) -> None:
+    """P5: a folder, a missing file with its near name, a glob without a match, nothing at all."""
     write_jsonl(tmp_path / "train.jsonl", {})
     problem, hint = refused(tmp_path)
     assert "is a folder" in problem and "train.jsonl" in hint
@@ -31,6 +32,7 @@ def test_p5_paths_that_are_not_a_data_file(tmp_path: Path) -> None:
 
 
 def test_p5_spaces_home_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: spaces, ~ and globs are understood."""
     monkeypatch.setenv("HOME", str(tmp_path))
     names = ["b 2.jsonl", "a 1.jsonl", "c[3].jsonl"]
     b, a, c = (write_jsonl(tmp_path / name, {}) for name in names)

@@ -223,6 +223,7 @@ def test_names():
     ],
 )
 def test_hostile_files(tmp_path, spoil, said):
+    """H11, M4: a pointer, a cut file and numbers that lie are refused at the start, before anything is allocated."""
     path = tmp_path / "m.gguf"
     write(path, "llama")
     path.write_bytes(spoil(path.read_bytes()))
@@ -231,6 +232,7 @@ def test_hostile_files(tmp_path, spoil, said):
 
 
 def test_no_truncation_gets_past_the_header(tmp_path):
+    """H11: a GGUF file that is cut inside its header is refused."""
     path = tmp_path / "m.gguf"
     write(path, "llama")
     whole = path.read_bytes()

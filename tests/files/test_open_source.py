@@ -44,12 +44,14 @@ def hub(monkeypatch):
 
 
 def test_a_local_folder_needs_no_hub(tmp_path, hub):
+    """P5: no network where none is asked for."""
     families.save(families.BY_NAME["llama"], tmp_path)
     source = open_source(str(tmp_path))
     assert isinstance(source, HfFolder) and source.name == str(tmp_path) and not hub.calls
 
 
 def test_a_missing_path_gets_the_near_name_and_no_hub_request(tmp_path, hub, monkeypatch):
+    """P5: a path that is not there is never looked for on the hub."""
     (tmp_path / "my-model").mkdir()
     with pytest.raises(ModelError, match="no such file or folder") as caught:
         open_source(str(tmp_path / "my-modle"))
@@ -77,6 +79,7 @@ def test_a_hub_id(tmp_path, hub):
 
 
 def test_an_unsupported_hub_model_costs_no_weights(tmp_path, hub):
+    """J12: the configuration decides before any weight is fetched."""
     (tmp_path / "config.json").write_text('{"model_type": "mamba2"}')
     hub.result = tmp_path
     with pytest.raises(ModelError, match=r"owner/name/config.json: architecture 'mamba2' is not supported"):
@@ -119,6 +122,7 @@ def test_offline_from_the_cache(tmp_path, monkeypatch):
 
 
 def test_files_that_are_no_models(tmp_path):
+    """P5: a file where a model folder is wanted."""
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "model.safetensors").write_text("hello")
     with pytest.raises(ModelError, match="want a model folder or a GGUF file"):
