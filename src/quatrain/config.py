@@ -212,7 +212,9 @@ class TrainOptions(Options):
     save_every: int | Literal["epoch"] = Field(
         "epoch", description="write a checkpoint every N optimizer steps or every epoch; always at the end as well"
     )
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints to keep; the best one is kept besides")
+    keep_checkpoints: int = Field(
+        2, ge=1, description="checkpoints to keep: the newest, the best, then the newest of the others"
+    )
     max_skipped_steps: int = Field(
         5, ge=1, description="stop when this many steps in a row have non-finite gradients and are skipped"
     )

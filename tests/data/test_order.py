@@ -1,4 +1,4 @@
-"""Cases D4, N2, Q5: split, order and packs. Steps are counted in `train.batching` and tested there."""
+"""Classes D4, N2 and Q5 of docs/cases.md: split, order and packs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def row(length: int) -> Row:
 
 
 def test_d4_packs() -> None:
+    """D4: ten rows of 100 tokens make five packs of 256."""
     packs = pack([row(100)] * 10, 256)
     assert [len(rows) for rows in packs] == [2] * 5
     assert len(pack([row(128)] * 4, 256)) == 2  # a pack may be full to the last token
@@ -33,6 +34,7 @@ def test_d4_packs() -> None:
 
 @given(st.lists(st.integers(2, 50)), st.integers(50, 120))
 def test_d4_no_row_is_lost_split_or_moved(lengths: list[int], capacity: int) -> None:
+    """D4: whatever the lengths, every row is in one pack, whole and in order."""
     rows = [row(length) for length in lengths]
     packs = pack(rows, capacity)
     assert [r for rows_of_pack in packs for r in rows_of_pack] == rows
@@ -45,6 +47,7 @@ def test_a_row_longer_than_a_pack_is_named() -> None:
 
 
 def test_n2_the_order_is_a_function_of_seed_and_epoch() -> None:
+    """N2: another process has the same order; global generators neither move it nor are they moved."""
     orders = [epoch_order(50, seed, epoch) for seed in (1, 2) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
     assert all(sorted(order) == list(range(50)) for order in orders)
@@ -58,6 +61,7 @@ def test_n2_the_order_is_a_function_of_seed_and_epoch() -> None:
 
 
 def test_n2_the_streams_are_pinned() -> None:
+    """N2: split and order have generators of their own."""
     # A change here breaks the promise that an older run can be resumed.
     assert epoch_order(8, seed=42, epoch=0) == [3, 4, 1, 6, 2, 5, 7, 0]
     assert generator(1, "split").integers(1 << 30) != generator(1, "order").integers(1 << 30)
@@ -72,6 +76,7 @@ def test_the_split_is_a_partition_that_keeps_the_order() -> None:
 
 
 def test_q5_a_split_of_less_than_one_row(tmp_path: Path) -> None:
+    """Q5: one row at least is held out, and that is said; a split that leaves nothing to train on is refused."""
     rows = [{"instruction": f"i{i}", "output": "o"} for i in range(20)]
     path = write_jsonl(tmp_path / "rows.jsonl", *rows)
     prepared = prepare([path], DataOptions(val_split=0.01), byte_level())
@@ -83,6 +88,7 @@ def test_q5_a_split_of_less_than_one_row(tmp_path: Path) -> None:
 
 
 def test_q5_a_validation_file_of_no_use(tmp_path: Path) -> None:
+    """Q5: a validation file without a usable row is refused."""
     path = write_jsonl(tmp_path / "rows.jsonl", {"instruction": "i", "output": "o"})
     empty = write_jsonl(tmp_path / "empty.jsonl", {"instruction": "i", "output": ""})
     with pytest.raises(DataError, match=r"empty\.jsonl: no row is left"):

@@ -77,6 +77,7 @@ def test_modules_that_were_skipped_are_quantised_now(tmp_path):
 
 
 def test_fp4_and_other_block_sizes_are_refused(tmp_path):
+    """H5: only blocks of 64 (statistics: 256) are read; others are refused. H8: fp4 is."""
     quantized_folder(tmp_path / "fp4", kind="fp4")
     with pytest.raises(ModelError, match="bitsandbytes fp4 weights are not supported"):
         open_source(str(tmp_path / "fp4"))

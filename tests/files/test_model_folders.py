@@ -68,6 +68,7 @@ def test_every_tensor_arrives(variant, tmp_path):
 
 
 def test_quantised_codes_and_dtypes(tmp_path):
+    """J8: norms, those of q and k included, stay what they are; only matrices become NF4."""
     folder, state = saved(tmp_path, "qwen3-bias")
     params = params_of(folder, "nf4", torch.bfloat16)
     for layer, block in enumerate(params.blocks):
@@ -124,6 +125,7 @@ def test_an_index_that_contradicts_its_shards(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_h12_type_is_read_per_tensor(tmp_path, dtype):
+    """H12: bf16, fp16 and fp32 in one file: the same codes as from their exact fp32 values."""
     folder, _ = saved(tmp_path)
     edit_weights(folder, lambda t: t.update({k: v.to(dtype) for k, v in t.items() if "1." in k or "norm" in k}))
     mixed = params_of(folder, "nf4")
@@ -137,6 +139,7 @@ def test_h12_type_is_read_per_tensor(tmp_path, dtype):
 
 
 def test_j11_tied_and_untied_heads(tmp_path):
+    """J11: a tied head may be absent or equal; absent and untied, or tied and different, is refused."""
     folder, state = saved(tmp_path / "a", "llama-tied-own-head-dim")
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     params = params_of(folder)
@@ -155,6 +158,7 @@ def test_j11_tied_and_untied_heads(tmp_path):
 
 
 def test_all_misfits_are_reported_together(tmp_path):
+    """J7, J13: a missing, an unexpected and a misshapen tensor, all in one error."""
     folder, _ = saved(tmp_path)
 
     def spoil(tensors):
@@ -193,6 +197,7 @@ def test_non_finite_weights_are_refused_by_name(tmp_path, mode, name, bad):
 
 @pytest.mark.parametrize("fault", [lambda w: w.mul_(2), lambda w: w.zero_(), lambda w: w.neg_()])
 def test_h6_a_tensor_that_does_not_survive_quantisation_stops_the_load(tmp_path, fault):
+    """H6: a scaled, an all-zero and a negated result are noticed while loading."""
     folder, _ = saved(tmp_path)
     calls = []
 
@@ -205,13 +210,14 @@ def test_h6_a_tensor_that_does_not_survive_quantisation_stops_the_load(tmp_path,
 
 
 def test_h6_zero_weights_are_no_fault(tmp_path):
+    """H6: zeros that are zeros in the file."""
     folder, _ = saved(tmp_path)
     edit_weights(folder, lambda t: t["model.layers.0.mlp.up_proj.weight"].zero_())
     params_of(folder, "nf4")
 
 
 def test_one_tensor_at_a_time(tmp_path):
-    """When the source makes the next tensor, the load has let go of the quantised one before it."""
+    """M7: when the source makes the next tensor, the load has let go of the quantised one before it."""
     folder, _ = saved(tmp_path)
     source = open_source(str(folder))
     inner, alive = source.tensors, []
@@ -242,6 +248,7 @@ def test_one_tensor_at_a_time(tmp_path):
     ],
 )
 def test_h8_other_quantisations_are_refused_by_method(tmp_path, quantization, said):
+    """H8: GPTQ, AWQ, FP8 and others by name."""
     folder, _ = saved(tmp_path)
     edit_config(folder, quantization_config=quantization)
     with pytest.raises(ModelError, match=said):
@@ -249,6 +256,7 @@ def test_h8_other_quantisations_are_refused_by_method(tmp_path, quantization, sa
 
 
 def test_j12_refused_before_any_weight_is_looked_at(tmp_path):
+    """J12: the weights need not even be weights."""
     folder, _ = saved(tmp_path)
     edit_config(folder, model_type="mixtral")
     (folder / "model.safetensors").write_bytes(b"not weights at all")

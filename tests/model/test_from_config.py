@@ -49,6 +49,7 @@ def test_a_config_saved_by_transformers(family, tmp_path):
 
 
 def test_biases_of_llama_and_qwen3():
+    """J7: which linears have a bias."""
     assert spec_from_config(toy(attention_bias=True)).biased == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert spec_from_config(toy(mlp_bias=True)).biased == {"gate_proj", "up_proj", "down_proj"}
     assert spec_from_config(toy("qwen3", attention_bias=True)).biased == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -76,6 +77,7 @@ def test_biases_of_llama_and_qwen3():
     ],
 )
 def test_j10_sliding_windows(family, changes, want):
+    """J10: which layers have a window, by the rules of each family."""
     assert spec_from_config(toy(family, **changes)).windows == want
 
 
@@ -95,6 +97,7 @@ def test_windows_that_are_refused(family, changes, said):
 
 
 def test_j2_old_and_new_spellings_of_the_rope_block():
+    """J2: every spelling of one block is one thing; an unknown kind is refused."""
     old = spec_from_config(toy(rope_theta=5e5, rope_scaling={"type": "linear", "factor": 4})).rope
     new = spec_from_config(toy(rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 4.0})).rope
     newest = spec_from_config(toy(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0})).rope
@@ -150,6 +153,7 @@ def test_rope_frequencies_equal_those_of_the_same_file_in_transformers(block, tm
 
 
 def test_j5_partial_rotary():
+    """J5: the share of a head that turns; odd and impossible ones are refused."""
     assert spec_from_config(toy(partial_rotary_factor=0.5)).rope.rotary_dim == 4
     assert spec_from_config(toy(rope_parameters={"partial_rotary_factor": 0.5})).rope.rotary_dim == 4
     with pytest.raises(ModelError, match="3 rotary dimensions of a head of 8"):
@@ -160,6 +164,7 @@ def test_j5_partial_rotary():
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "mamba2", "brand_new"])
 def test_j12_unknown_architectures(name):
+    """J12: refused with what it would take and what is supported."""
     with pytest.raises(ModelError, match=f"architecture '{name}' is not supported.*supported: Llama.*Mistral.*Qwen3"):
         spec_from_config(toy(name))
     with pytest.raises(ModelError, match="would need a router and a mixture of experts"):
@@ -167,6 +172,7 @@ def test_j12_unknown_architectures(name):
 
 
 def test_j12_missing_architecture_or_another_head():
+    """J12: no model_type, or a model that is no language model."""
     with pytest.raises(ModelError, match=r"model_type is missing.*supported: Llama"):
         spec_from_config(TOY)
     with pytest.raises(ModelError, match="LlamaForSequenceClassification has another head"):
@@ -186,6 +192,7 @@ def test_j12_missing_architecture_or_another_head():
     ],
 )
 def test_j13_absent_keys_take_the_documented_default_and_say_so(family, key, read, want):
+    """J13: what is absent takes its family's default, and a note says so."""
     notes: list[str] = []
     spec = spec_from_config(toy(family, **{key: "absent"}), notes=notes)
     assert read(spec) == want
@@ -195,6 +202,7 @@ def test_j13_absent_keys_take_the_documented_default_and_say_so(family, key, rea
 
 @pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"])
 def test_j13_sizes_have_no_default(key):
+    """J13: a size that is absent is an error."""
     with pytest.raises(ModelError, match=f"{key} is missing"):
         spec_from_config(toy(**{key: "absent"}))
 
@@ -219,11 +227,13 @@ def test_j13_sizes_have_no_default(key):
     ],
 )
 def test_values_that_are_refused(changes, said):
+    """J13: vocabulary -1 and the like, with the key. J12: parts of other architectures."""
     with pytest.raises(ModelError, match=said):
         spec_from_config(toy(**changes))
 
 
 def test_keys_that_do_not_touch_the_maths_are_ignored():
+    """J13: torch_dtype and dtype alike do not matter, since each tensor says its own."""
     harmless = {"_name_or_path": "x", "torch_dtype": "bfloat16", "dtype": "float32", "use_cache": False}
     harmless |= {"logit_scale": 1.0, "final_logit_softcapping": None, "num_experts": 0, "is_llama_config": True}
     harmless |= {

@@ -75,6 +75,7 @@ def test_yarn(dim, extra):
 
 
 def test_j1_llama3_by_hand():
+    """J1: the frequencies of Llama 3 as computed by hand."""
     rope = RopeSpec(500000.0, 8, "llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position=8192)
     got, _ = inverse_frequencies(rope, 1)
     torch.testing.assert_close(got, torch.tensor([1.0, 0.0376060309, 0.0005248462, 0.0000066479]), rtol=1e-5, atol=0)
@@ -83,18 +84,21 @@ def test_j1_llama3_by_hand():
 
 
 def test_j2_linear_position_8_turns_like_position_2():
+    """J2: linear scaling by 4."""
     linear, plain = (inverse_frequencies(r, 1)[0] for r in (RopeSpec(1e4, 8, "linear", factor=4.0), RopeSpec(1e4, 8)))
     torch.testing.assert_close(8 * linear, 2 * plain, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("length", "theta"), [(16, 10000.0), (32, 43267.487)])
 def test_j4_dynamic_depends_on_the_length_of_the_row(length, theta):
+    """J4: dynamic NTK at length 16 and 32 of a model of 16."""
     rope = RopeSpec(10000.0, 8, "dynamic", factor=2.0, original_max_position=16)
     got, _ = inverse_frequencies(rope, length)
     torch.testing.assert_close(got, inverse_frequencies(RopeSpec(theta, 8), 1)[0], rtol=1e-6, atol=0)
 
 
 def test_j5_partial_rotary_has_as_many_frequencies_as_pairs():
+    """J5: four of eight dimensions turn."""
     got, _ = inverse_frequencies(RopeSpec(10000.0, 4), 1)
     torch.testing.assert_close(got, torch.tensor([1.0, 0.01]))
 

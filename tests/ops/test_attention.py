@@ -106,7 +106,7 @@ def test_forward_and_every_gradient(memory: GuardedMemory, ops: Ops, dtype: torc
 def test_a_row_does_not_see_its_neighbours(
     memory: GuardedMemory, ops: Ops, dtype: torch.dtype, window: int | None
 ) -> None:
-    """The bits of the middle row are those it has when its neighbours are poison."""
+    """D2: the bits of the middle row are those it has when its neighbours are poison."""
     run = Run(memory, ops, dtype, [4, 9, 5], 4, 2, 8, window)
     row = slice(4, 13)
     want = {name: getattr(run, name)[row].clone() for name in ("out", "lse", "dq", "dk", "dv")}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from quatrain.errors import KernelError
 from quatrain.ops import library
@@ -70,9 +72,15 @@ def test_blocks_of_zeros_tiny_values_and_midpoints(context):
     assert_same(context, weight.view(1, -1)[:, :70].contiguous() * 1e-38)  # a partial block that is stored as tiny
 
 
-def test_any_strides(context):
+def test_any_strides(context, tmp_path):
+    """H2: transposed, rows left out, and a tensor mapped from a file, at an odd place of it."""
+    weight = gaussian((130, 65), torch.float32)
     assert_same(context, gaussian((65, 130), torch.bfloat16).t())
-    assert_same(context, gaussian((130, 65), torch.float32)[::2])
+    assert_same(context, weight[::2])
+    save_file({"a": torch.zeros(3, dtype=torch.uint8), "w": weight}, tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+        assert_same(context, file.get_slice("w")[3:120])
+        assert_same(context, file.get_slice("w")[:, 2:60])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -85,6 +85,7 @@ def test_we_load_what_peft_saves(tmp_path: Path, config: InstructConfig) -> None
 
 
 def test_round_trip_is_exact_and_carries_files(saved: Any, tmp_path: Path) -> None:
+    """I12: without added tokens no embedding is stored. I4: names come back as they went."""
     folder, tensors, config = saved
     save(folder, tensors, config, files={"tokenizer.json": b"{\r\n}"}, base_name="some/base")
     adapter = read_adapter(folder)
@@ -103,7 +104,7 @@ def test_scale_is_not_folded_into_b(saved: Any) -> None:
 
 
 def test_each_tensor_is_read_in_its_own_dtype(saved: Any) -> None:
-    """I2: bf16 and fp32 side by side in one file."""
+    """I2: bf16 and fp32 side by side in one file: every value arrives exactly."""
     folder, tensors, config = saved
     mixed = {name: t.to(torch.bfloat16) if "lora_B" in name else t for name, t in tensors.items()}
     save_file(mixed, folder / "adapter_model.safetensors")
@@ -114,7 +115,11 @@ def test_each_tensor_is_read_in_its_own_dtype(saved: Any) -> None:
 
 
 def test_default_spelled_keys_are_taken(saved: Any) -> None:
+    """I4: only the last part of a name is read another way; one that holds `weight` or `lora_A` elsewhere keeps it."""
     folder, tensors, config = saved
+    name = "base_model.model.lora_A.default.pair_weighted_avg.proj.lora_A{}.weight"
+    save_file({name.format(".default"): torch.ones(2)}, folder / "adapter_model.safetensors")
+    assert read_adapter(folder).tensors.keys() == {name.format("")}
     spelled = {name.replace(".weight", ".default.weight"): tensor for name, tensor in tensors.items()}
     save_file(spelled, folder / "adapter_model.safetensors")
     ours = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
@@ -175,6 +180,7 @@ def test_another_base_is_refused_unless_asked_for(saved: Any) -> None:
     ],
 )
 def test_adapters_of_another_kind_are_refused_by_name(saved: Any, change: dict[str, Any], message: str) -> None:
+    """I7: a rank or scale that means nothing, and variants that are not supported, in a file."""
     folder, _, _ = saved
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
@@ -199,6 +205,7 @@ def cut(content: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("case", range(7))
 def test_cut_and_foreign_weights_are_refused(saved: Any, case: int) -> None:
+    """H11, M2: an empty, cut or foreign adapter file."""
     folder, _, _ = saved
     path = folder / "adapter_model.safetensors"
     content = cut(path.read_bytes())[case]

@@ -17,7 +17,7 @@ from quatrain.model.decoder import Decoder, position_limit
 from quatrain.model.generate import generate, pick, stream
 from quatrain.train.pipeline import InstructPipeline
 
-NEW_TOKENS = 24
+NEW_TOKENS = 40
 PROMPT_LENGTHS = [1, 4, 5, 11]  # one token, the window of four, one more, more than two windows
 
 
@@ -59,8 +59,21 @@ def test_cached_equals_uncached_equals_transformers(tmp_path: Path, variant: fam
         assert row.finish in ("length", "positions")
 
 
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3-mixed-windows"])
+def test_a_second_turn_on_the_same_cache(tmp_path: Path, name: str) -> None:
+    """K2: six tokens, a window of four and ten new ones; then a longer prompt that begins with all of these."""
+    pipeline = open_pipeline(families.BY_NAME[name], tmp_path, make_config())
+    decoder, config = decoder_of(pipeline), GenerateConfig(max_new_tokens=10)
+    (prompt,) = prompts([6])
+    for _ in range(2):
+        (row,) = generate(decoder, [prompt], config)
+        assert row.ids == greedy_without_cache(decoder_of(pipeline), prompt, 10)
+        prompt = [*prompt, *row.ids, 7, 30, 7]
+
+
 @pytest.mark.parametrize("variant", families.ONE_PER_FAMILY, ids=str)
 def test_cached_logits_equal_full_ones(tmp_path: Path, variant: families.Variant) -> None:
+    """K1: the logits of every step, with and without the cache."""
     pipeline = open_pipeline(variant, tmp_path, make_config(compute_dtype="fp64"))
     rows = prompts([3, 9])
     cached, full = decoder_of(pipeline), decoder_of(pipeline)

@@ -102,6 +102,7 @@ def test_resumed_is_unbroken_bit_for_bit(world: World, unbroken: Path, tmp_path:
 
 
 def test_a_broken_newest_checkpoint_costs_steps_but_no_bits(world: World, unbroken: Path, tmp_path: Path) -> None:
+    """M2: an empty file in the newest checkpoint: the one before it is taken."""
     out = tmp_path / "run"
     run(world, out, stop_after=6)
     (out / "checkpoints" / "step-000006" / "state.safetensors").write_bytes(b"")
@@ -111,11 +112,27 @@ def test_a_broken_newest_checkpoint_costs_steps_but_no_bits(world: World, unbrok
 
 
 def test_a_run_may_be_moved(world: World, unbroken: Path, tmp_path: Path) -> None:
+    """F9: the run folder is moved between two parts of a run."""
     run(world, tmp_path / "here", stop_after=4)
     (tmp_path / "here").rename(tmp_path / "there")
     outcome = run(world, tmp_path / "there", resume=True)
     assert outcome.adapter == tmp_path / "there" / "adapter"
     assert_same(tmp_path / "there", unbroken)
+
+
+def test_an_overridden_option_reaches_the_first_resumed_update(world: World, tmp_path: Path) -> None:
+    """F4: the same checkpoint resumed for one step with weight decay 0 and 0.5. AdamW's decay is apart from its
+    gradient, so the two results differ by learning rate * 0.5 * the weights that were saved."""
+    masters = []
+    for decay in (0.0, 0.5):
+        out = tmp_path / str(decay)
+        run(world, out, stop_after=4, schedule="constant", warmup_steps=0)
+        before = bits(out)
+        assert run(world, out, stop_after=5, resume=True, weight_decay=decay, override=True).steps == 5
+        masters.append({name: tensor for name, tensor in bits(out).items() if name.startswith("master.")})
+    for name, undecayed in masters[0].items():
+        want = OPTIONS["learning_rate"] * 0.5 * before[name]
+        assert torch.allclose(undecayed - masters[1][name], want, rtol=0, atol=2e-7), name
 
 
 def test_the_comparison_can_fail(world: World, unbroken: Path, tmp_path: Path) -> None:
@@ -125,6 +142,7 @@ def test_the_comparison_can_fail(world: World, unbroken: Path, tmp_path: Path) -
 
 
 def test_evaluating_changes_no_bit_of_training(world: World, unbroken: Path, tmp_path: Path) -> None:
+    """Q4: the adapter does not depend on how often is evaluated."""
     run(world, tmp_path / "run", eval_every="epoch")
     a, b = bits(tmp_path / "run"), bits(unbroken)
     assert all(torch.equal(a[name], b[name]) for name in b)

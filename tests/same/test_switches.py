@@ -10,10 +10,12 @@ import pytest
 import tolerances as tol
 import torch
 from oracles import families, hf
-from oracles.engine import make_config, open_pipeline
+from oracles.engine import chosen_kernels, make_config, open_pipeline
+from tiny_model import write_tiny_model
 
+from quatrain.config import InstructConfig
 from quatrain.data.row import Row
-from quatrain.train.pipeline import StepResult
+from quatrain.train.pipeline import InstructPipeline, StepResult
 
 VARIANTS = [families.BY_NAME[name] for name in ("llama-bias", "mistral-window", "qwen3-mixed-windows")]
 STEPS = 3
@@ -68,8 +70,8 @@ def test_recompute_all_none_or_some(
 @pytest.mark.parametrize("dropout", [0.0, DROPOUT])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_one_batch_equals_its_split(tmp_path: Path, variant: families.Variant, dropout: float) -> None:
-    """One micro-batch, one a row, and an uneven split, with the same dropout masks. Not bit for bit: dA and dB are sums
-    over tokens, which a split adds up in another order. In fp64 that order is all that is left. Native kernels in
+    """E4: one micro-batch, one a row, and an uneven split, with the same dropout masks. Not bit for bit: dA and dB are
+    sums over tokens, which a split adds up in another order. In fp64 that order is all that is left. Native kernels in
     fp32, the reference in fp64."""
     splits: list[list[list[int]]] = [[[0, 1, 2, 3, 4, 5]], [[0], [1], [2], [3], [4], [5]], [[0, 1], [2, 3, 4], [5]]]
     for dtype, bound in (("fp32", tol.OPTIMIZER * 10), ("fp64", 1e-12)):
@@ -121,7 +123,7 @@ def test_a_split_at_single_rows_is_the_same_run_twice(
 @pytest.mark.parametrize("options", [{}, {"lora_dropout": DROPOUT}], ids=["plain", "dropout"])
 @pytest.mark.parametrize("variant", families.VARIANTS, ids=str)
 def test_packed_equals_alone(tmp_path: Path, variant: families.Variant, options: dict[str, Any]) -> None:
-    """D1, D2: each token's loss, and the gradients. Not bit for bit: a product over more rows may be blocked another
+    """D2, Q2: each token's loss, and the gradients. Not bit for bit: a product over more rows may be blocked another
     way by the linear algebra library."""
     rows = rows_of_step(0)
     pipeline = open_pipeline(variant, tmp_path, make_config(**options))
@@ -148,7 +150,7 @@ def test_packed_equals_alone(tmp_path: Path, variant: families.Variant, options:
 def test_packed_equals_alone_bit_for_bit_on_native_kernels(
     tmp_path: Path, variant: families.Variant, arithmetic: dict[str, Any]
 ) -> None:
-    """A native kernel computes each row of its output by itself, wherever in the stream the row lies: tolerance 0."""
+    """D2, Q2: a native kernel computes each row of its output alone, wherever in the stream it lies: tolerance 0."""
     if arithmetic["kernels"] == "reference":
         pytest.skip("torch blocks a product by the number of its rows")
     rows = hf.make_rows([6, 33, 9, 1, 17, 40], families.VOCAB, seed=8)
@@ -157,6 +159,41 @@ def test_packed_equals_alone_bit_for_bit_on_native_kernels(
     assert torch.equal(torch.cat([pipeline.token_losses([row]) for row in rows]), packed)
     hidden = pipeline.hidden_states(rows)
     assert torch.equal(torch.cat([pipeline.hidden_states([row]) for row in rows]), hidden)
+
+
+@pytest.mark.parametrize("length", [511, 512, 513, 1024, 1026])
+def test_kernels_agree_at_the_borders_of_their_chunks(tmp_path: Path, length: int) -> None:
+    """G4: the loss of every token of a long row, around the sizes at which attention and head cut their work, with the
+    reference ops and with native kernels: 1e-4."""
+    write_tiny_model(tmp_path, max_positions=2048)
+    random = torch.Generator().manual_seed(length)
+    ids = torch.randint(0, 259, (length,), generator=random).tolist()
+    options = {"compute_dtype": "fp32", "lora_rank": 2, "max_seq_len": 1026, "micro_batch_tokens": 1026}
+    reference, *others = (
+        InstructPipeline.from_pretrained(tmp_path, InstructConfig(kernels=name, **options)).token_losses(
+            [(ids[:1], ids[1:])]
+        )
+        for name in chosen_kernels()
+    )
+    assert len(reference) == length - 1
+    for losses in others:
+        assert torch.allclose(losses, reference, rtol=0, atol=1e-4)
+
+
+def test_activations_have_the_compute_dtype_and_sums_fp32(tmp_path: Path, arithmetic: dict[str, Any]) -> None:
+    """G5: with QK-norm, whose weights are fp32 whatever the rest: each slot of the plan has one dtype, and what leaves
+    the blocks has the one that was asked for."""
+    pipeline = open_pipeline(families.BY_NAME["qwen3"], tmp_path, make_config(train_norms=True, **arithmetic))
+    want = {"fp32": torch.float32, "bf16": torch.bfloat16}[arithmetic["compute_dtype"]]
+    assert pipeline.hidden_states(rows_of_step(0)).dtype == want
+    assert {slot.dtype for slot in pipeline.plan().slots if slot.dtype.is_floating_point} <= {
+        want,
+        torch.float32,
+        torch.float64,
+    }
+    assert all(gradient.dtype == torch.float32 for gradient in pipeline.loss_and_gradients(rows_of_step(0))[1].values())
+    block = pipeline.engine.params.blocks[0]
+    assert block.q_norm is not None and block.q_norm.dtype == torch.float32
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -189,6 +226,7 @@ def test_evaluation_is_pure(tmp_path: Path, variant: families.Variant, arithmeti
 
 
 def test_the_same_run_twice_has_the_same_bits(tmp_path: Path, arithmetic: dict[str, Any]) -> None:
+    """N3: CPU, a fixed number of threads."""
     options = {**arithmetic, "lora_dropout": DROPOUT, "train_norms": True}
     first, second = (run(VARIANTS[2], tmp_path / name, **options) for name in "ab")
     assert first[0] == second[0]

@@ -62,8 +62,9 @@ class TorchTrainer:
 def test_three_steps_equal_torch(
     tmp_path: Path, variant: families.Variant, options: dict[str, Any], dtype: str
 ) -> None:
-    """In fp64 with AdamW's usual eps. In fp32 a larger one: Adam divides each gradient by its own size, so that where
-    one is nearly zero its rounding would show as a whole update, on any two correct implementations."""
+    """F13: one clip of the whole gradient, then AdamW. In fp64 with AdamW's usual eps. In fp32 a larger one: Adam
+    divides each gradient by its own size, so that where one is nearly zero its rounding would show as a whole update,
+    on any two correct implementations."""
     if dtype == "fp32":
         options = {**options, "adam_eps": 1e-3}
     config = make_config(compute_dtype=dtype, **options)
@@ -139,6 +140,7 @@ def test_a_non_finite_gradient_changes_nothing_but_the_count(
 
 
 def test_an_inf_in_one_gradient_buffer_skips_the_whole_update(tmp_path: Path) -> None:
+    """G2: one inf in one gradient buffer: no parameter and no moment changes."""
     pipeline = open_pipeline(LLAMA, tmp_path, make_config())
     before = masters(pipeline)
     optimizer = pipeline.engine.optimizer

@@ -44,6 +44,17 @@ def test_steps_rates_and_metrics_agree(tmp_path: Path) -> None:
     assert next(line for line in metrics(tmp_path) if "eval_loss" in line)["eval_perplexity"] > 1
 
 
+def test_packed_runs_count_one_kind_of_step(tmp_path: Path) -> None:
+    """D4: ten steps of packs: metrics, learning rates, epochs and checkpoint names all go by that number."""
+    pipeline = Standin()
+    options = TrainOptions(batch_tokens=256, epochs=2, keep_checkpoints=9)
+    assert loop_of(tmp_path, pipeline, options, rows=10, tokens=100).run() == "finished"
+    lines = [line for line in metrics(tmp_path) if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 11)) and len(pipeline.rates) == 10
+    assert [line["epoch"] for line in lines if line["step"] in (5, 10)] == [1.0, 2.0]
+    assert kept(tmp_path) == ["step-000005", "step-000010"]
+
+
 def test_best_adapter_is_kept_and_nan_counts_as_a_miss(tmp_path: Path) -> None:
     """F10: losses 1.0, 0.8, NaN, 0.9 with patience 2: the second is kept, NaN is a miss, the fourth ends the run. C3: a
     number that is missing is null, never 0."""
@@ -69,11 +80,25 @@ def test_resuming_a_run_that_stopped_early_does_not_train_on(tmp_path: Path) -> 
     assert again.steps == []
 
 
-def test_rotation_goes_by_step_number_and_spares_the_best(tmp_path: Path) -> None:
-    pipeline = Standin(eval_losses=[0.5] + [0.9] * 9)
-    options = TrainOptions(batch_size=10, max_steps=110, eval_every=20, save_every=20, keep_checkpoints=2)
+@pytest.mark.parametrize(
+    ("keep", "best", "want"),
+    [
+        (2, 20, [20, 100]),
+        (3, 20, [20, 80, 100]),
+        (1, 20, [20, 100]),
+        (2, 80, [80, 100]),
+        (2, 100, [80, 100]),
+        (9, 20, [20, 40, 60, 80, 100]),
+    ],
+)
+def test_rotation_goes_by_step_number_and_spares_the_best(
+    tmp_path: Path, keep: int, best: int, want: list[int]
+) -> None:
+    """F11: of the checkpoints at steps 20 to 100, two to keep and the best at 20: 20 and 100 remain."""
+    pipeline = Standin(eval_losses=[0.5 if step == best else 0.9 for step in range(20, 101, 20)])
+    options = TrainOptions(batch_size=10, max_steps=100, eval_every=20, save_every=20, keep_checkpoints=keep)
     loop_of(tmp_path, pipeline, options).run()
-    assert kept(tmp_path) == ["step-000020", "step-000100", "step-000110"]
+    assert kept(tmp_path) == [f"step-{step:06d}" for step in want]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

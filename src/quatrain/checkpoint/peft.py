@@ -32,6 +32,9 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 FINGERPRINT_KEY = "quatrain_base_fingerprint"
 
 _LORA_NAME = re.compile(r"base_model\.model\.(model\.layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
+_DEFAULT_SPELLING = re.compile(
+    r"(\.lora_[AB])\.default\.weight$"
+)  # an adapter's name inside PEFT, which some files keep
 _NORM_NAME = re.compile(r"base_model\.model\.model\.(?:layers\.\d+\.(?:\w+\.)?)?(\w*norm)\.weight")
 
 # Keys of adapter_config.json that do not change what the adapter computes once its tensors are matched by name.
@@ -261,7 +264,7 @@ def _read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise CheckpointError(f"{path}: holds no tensors")
     problems, tensors = [], {}
     for name, tensor in stored.items():
-        plain = name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
+        plain = _DEFAULT_SPELLING.sub(r"\1.weight", name)
         if plain in tensors:
             problems.append(f"{name} is there under two spellings")
         elif not tensor.dtype.is_floating_point:

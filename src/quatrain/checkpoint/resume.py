@@ -91,12 +91,15 @@ def newest_complete(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def rotate(folder: Path, keep: int, best_step: int | None) -> list[Path]:
-    """Delete all but the `keep` newest checkpoints and the best one; returns what was deleted.
+    """Delete all but `keep` checkpoints: the newest one and the best one in any case, then the newest of the others.
+    Returns what was deleted.
 
     Call it after the newest is complete: an old checkpoint is never deleted before its successor exists.
     """
-    found = checkpoints_in(folder)
-    old = [path for step, path in found[:-keep] if step != best_step]
+    *others, _newest = checkpoints_in(folder)
+    spare = keep - 1 - sum(step == best_step for step, _ in others)
+    old = [path for step, path in others if step != best_step]
+    old = old[: len(old) - max(spare, 0)]
     for path in old:
         shutil.rmtree(path)
     return old

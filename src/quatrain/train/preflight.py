@@ -60,14 +60,15 @@ def remove_run(folder: Path) -> None:
 
 
 def check_disk(folder: Path, trainable_parameters: int, keep: int) -> None:
-    """Raise PlanError when the checkpoints to be kept at once (masters and moments, fp32) exceed the free space."""
+    """Raise PlanError when the checkpoints (masters and moments, fp32) that are there at once exceed the free space:
+    those that are kept, two at least, and the one that is being written."""
     per_checkpoint = 12 * trainable_parameters
-    need = per_checkpoint * (keep + 2) + 8 * trainable_parameters
+    need = per_checkpoint * (max(keep, 2) + 1) + 8 * trainable_parameters
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < need:
         raise PlanError(
-            f"{folder} needs {need / 1e6:.0f} MB for {keep} checkpoints, the best one and the adapter; "
+            f"{folder} needs {need / 1e6:.0f} MB for {keep} checkpoints, the next one and the adapter; "
             f"the disk has {free / 1e6:.0f} MB left",
             hint="free some space, lower --keep-checkpoints, or choose another --out",
         )
