@@ -163,7 +163,7 @@ def test_every_key_changes_what_is_resolved_by_flag_and_by_file(tmp_path: Path, 
 
 
 def test_every_option_is_read_somewhere(root: Path) -> None:
-    """An option that no code reads would be accepted and ignored."""
+    """P3: an option that no code reads would be accepted and ignored."""
     sources = [path.read_text() for path in (root / "src").rglob("*.py") if path.name != "config.py"]
     assert len(sources) > 50
     everything = "\n".join(sources)

@@ -125,6 +125,7 @@ def _end_threads() -> Iterator[None]:
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("implementation", NATIVE.values(), ids=NATIVE)
 def test_one_to_four_threads_and_twice(memory: GuardedMemory, implementation: Implementation, part: str) -> None:
+    """N3, N4: one to four threads, and the same twice: the same bits."""
     results = []
     for threads in (1, 2, 3, 4, 2):
         run = Run(memory, backends.make_ops(implementation, memory, threads), implementation.dtype)

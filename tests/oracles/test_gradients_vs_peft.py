@@ -63,6 +63,7 @@ def compare(model: str, ours: Any, theirs: Any, bound: float) -> None:
 @pytest.mark.parametrize("quantize", ["nf4", "none"])
 @pytest.mark.parametrize("variant", families.VARIANTS, ids=str)
 def test_every_family_in_fp32_and_fp64(tmp_path: Path, variant: families.Variant, quantize: str) -> None:
+    """J7, J8, J10: biases, QK-norm and windows of every family, in the loss and in every gradient."""
     rows = hf.make_rows(LENGTHS, families.VOCAB)
     # Dynamic scaling: transformers computes theta in fp32, we in fp64, and the fp32 frequencies differ by an ulp.
     fp64_bound = tol.elementwise(torch.float32, 4) if "dynamic" in variant.name else tol.ENGINE_FP64

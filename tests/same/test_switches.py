@@ -15,6 +15,7 @@ from tiny_model import write_tiny_model
 
 from quatrain.config import InstructConfig
 from quatrain.data.row import Row
+from quatrain.ops.nf4 import Nf4Tensor
 from quatrain.train.pipeline import InstructPipeline, StepResult
 
 VARIANTS = [families.BY_NAME[name] for name in ("llama-bias", "mistral-window", "qwen3-mixed-windows")]
@@ -244,6 +245,23 @@ def test_slots_of_an_earlier_longer_batch_do_not_leak(tmp_path: Path, arithmetic
     want_loss, want = fresh.loss_and_gradients(short)
     assert loss == want_loss
     assert_same_bits(gradients, want)
+
+
+@pytest.mark.parametrize("options", [{}, {"double_quant": False}, {"quantize": "none"}], ids=str)
+@pytest.mark.parametrize("variant", [families.BY_NAME["llama-bias"], families.BY_NAME["qwen3"]], ids=str)
+def test_the_linears_are_held_as_asked_and_as_planned(
+    tmp_path: Path, variant: families.Variant, options: dict[str, Any]
+) -> None:
+    """H9: NF4 that is asked for is what is in memory, to the byte of the plan."""
+    pipeline = open_pipeline(variant, tmp_path, make_config(**options))
+    (planned,) = (entry for entry in pipeline.plan().entries if entry.name.startswith("linears ("))
+    weights = [linear.weight for block in pipeline.engine.params.blocks for linear in block.linears.values()]
+    quantised = [weight for weight in weights if isinstance(weight, Nf4Tensor)]
+    assert len(quantised) == (0 if "quantize" in options else len(weights))
+    assert all(weight.nested == ("double_quant" not in options) for weight in quantised)
+    sizes = [weight.nbytes() if isinstance(weight, Nf4Tensor) else weight.nbytes for weight in weights]
+    code_book = 1024 if any(weight.nested for weight in quantised) else 0
+    assert planned.nbytes == sum(sizes) + code_book
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "none"}, {"clip": "layer"}, {"quantize": "none"}], ids=str)
