@@ -130,6 +130,16 @@ def test_a_stop_text_made_of_several_tokens_is_never_shown(tokenizer: Tokenizer)
     assert talker.answer("?") == "a ## b #"
 
 
+def test_generated_text_ends_before_a_stop_text(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K5, K6: the same from Python: text in pieces, a stop text across them, an emoji of four tokens."""
+    pipeline = InstructPipeline.from_pretrained(folder, InstructConfig(compute_dtype="fp32", lora_rank=2))
+    tokenizer = pipeline.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(pipeline, "stream", lambda *_: iter(tokenizer.encode("one 👩 two ##\n### three")))
+    assert pipeline.generate("?", GenerateConfig(stop=["###", "none"])) == "one 👩 two ##\n"
+    assert pipeline.generate("?", GenerateConfig(stop=["none"])) == "one 👩 two ##\n### three"
+
+
 def test_half_characters_are_never_shown(tokenizer: Tokenizer) -> None:
     """K6: bytes are held back until they are a character."""
     text = "ok 👩‍💻 é!"

@@ -42,6 +42,12 @@ def test_a_broken_number_is_refused_by_key(tmp_path: Path) -> None:
         resolve(tmp_path, "learning_rate: 1e-4x")
 
 
+def test_another_trainer_s_switch_is_refused_with_our_name_for_it(tmp_path: Path) -> None:
+    """P1: `bf16: yes` is no option here; the one that says it is named."""
+    with pytest.raises(ConfigError, match="unknown option 'bf16', did you mean 'compute_dtype'"):
+        resolve(tmp_path, "bf16: yes")
+
+
 @pytest.mark.parametrize(
     ("text", "name", "want"),
     [

@@ -1,4 +1,4 @@
-"""H8: a folder whose linears bitsandbytes has quantised already. Its codes are used, never made anew."""
+"""Class H8 of docs/cases.md: linears that bitsandbytes has quantised already. Their codes are used, never made anew."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def params_of(folder, quantize="nf4", dtype=torch.float32):
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("nested", [True, False])
 def test_codes_and_statistics_are_used_as_they_are(tmp_path, nested, storage):
+    """H8: a folder that is NF4 already is used as it is, bit for bit."""
     state = quantized_folder(tmp_path, nested=nested, storage=storage)
     source = open_source(str(tmp_path))
     assert source.is_nf4

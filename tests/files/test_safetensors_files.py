@@ -1,4 +1,4 @@
-"""H11: files that pretend to be weights, each refused in one line before anything is allocated for it."""
+"""Class H11 of docs/cases.md: files that pretend to be weights, refused before anything is allocated for them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def test_reads_what_the_library_wrote(path, dtype):
 
 
 def test_lfs_pointer(path):
+    """H11: a Git LFS pointer is called one."""
     path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 4983476\n")
     with pytest.raises(ModelError, match=r"model.safetensors: looks like a Git LFS pointer \(\d+ bytes") as caught:
         SafetensorsFile(path)
@@ -46,6 +47,7 @@ def test_lfs_pointer(path):
 
 
 def test_cut_at_60_percent(path):
+    """H11, M4: a download that was cut: both sizes, at every start."""
     save_file({"w": torch.zeros(100, 100)}, path)
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size * 6 // 10])
@@ -56,6 +58,7 @@ def test_cut_at_60_percent(path):
 
 @pytest.mark.parametrize("size", [0, 5])
 def test_a_few_bytes(path, size):
+    """H11: nothing, or five bytes."""
     path.write_bytes(b"\x10\0\0\0\0\0\0\0"[:size])
     with pytest.raises(ModelError, match=f"want at least 8 bytes, got {size}"):
         SafetensorsFile(path)
@@ -63,6 +66,7 @@ def test_a_few_bytes(path, size):
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 10**9, 9])
 def test_header_longer_than_the_file(path, length):
+    """H11: a header length of 2^63 allocates nothing."""
     path.write_bytes(struct.pack("<Q", length) + b"{}      ")
     with pytest.raises(ModelError, match=f"its header alone needs {length + 8} bytes, got 16"):
         SafetensorsFile(path)
@@ -86,6 +90,7 @@ def test_header_longer_than_the_file(path, length):
     ],
 )
 def test_malformed_headers(path, header, data, said):
+    """H11: entries that overlap, leave gaps or lie about sizes."""
     with pytest.raises(ModelError, match=said):
         write(path, header, b"\0" * data)
 

@@ -1,14 +1,15 @@
-"""Which linears get an adapter, and which ranks make sense: classes I5, I6 and I7 of docs/cases.md."""
+"""Which linears get an adapter, which ranks make sense, how adapters begin: classes I5, I6, I7, N2 of docs/cases.md."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import torch
 
 from quatrain.config import InstructConfig, build
 from quatrain.errors import ConfigError
-from quatrain.model.adapters import match_targets, module_name
+from quatrain.model.adapters import AdapterSet, match_targets, module_name
 from quatrain.model.from_config import spec_from_config
 from quatrain.model.spec import LINEARS, ModelSpec
 
@@ -82,3 +83,19 @@ def test_ranks_and_scales_that_mean_nothing_are_refused_by_name(name: str, value
     with pytest.raises(ConfigError, match=f"{name}: want .*{value}"):
         build(InstructConfig, {name: value})
     assert build(InstructConfig, {"lora_rank": 4096}).lora_rank == 4096
+
+
+def test_initial_adapters_depend_on_the_seed_alone() -> None:
+    """N2: torch's global generator is neither drawn from nor listened to; leaving out targets moves no other tensor."""
+
+    def drawn(seed: int, global_seed: int, targets: str | list[str]) -> dict[str, torch.Tensor]:
+        torch.manual_seed(global_seed)
+        state = torch.get_rng_state()
+        adapters = AdapterSet(spec(), InstructConfig(lora_rank=2, lora_targets=targets), torch.float32)
+        adapters.initialise(seed)
+        assert torch.equal(torch.get_rng_state(), state)
+        return {name: tensor for name, tensor in adapters.named().items() if "lora_A" in name}
+
+    first, some = drawn(1, 7, "all-linear"), drawn(1, 8, ["v_proj", "up_proj"])
+    assert len(some) == 6 and all(torch.equal(tensor, first[name]) for name, tensor in some.items())
+    assert not any(torch.equal(tensor, first[name]) for name, tensor in drawn(2, 7, "all-linear").items())

@@ -82,6 +82,7 @@ def test_forward_and_every_gradient(
     nf4: bool,
     p: float,
 ) -> None:
+    """I9: y = W x + b + s B A dropout(x), and the backward pass uses the same mask."""
     tokens, k, layers = case
     wide = tol.accumulator(dtype)
     made = [
