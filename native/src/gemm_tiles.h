@@ -3,7 +3,7 @@
 //   A block: [k / 32][2][16 rows][32 k]            rows as they are
 //   B block: [k / 32][2][16 k-pairs][16 n][2]      pairs of k interleaved ("VNNI"), as both instructions want them
 //
-// k is padded with zeros to a multiple of 32. One step over k needs one tile load for each tile product, the least that
+// k is padded with zeros to a multiple of 32; a product may stop at the k that is there. One step over k needs one tile load for each tile product, the least that
 // eight tile registers allow, and dense tiles load faster than strided ones.
 #pragma once
 
@@ -236,31 +236,39 @@ struct GemmDot : TilePacking {
     int64_t k;
   };
   // c [32, 32] = sum over segments of A B (+= when `accumulate`), by vdpbf16ps: pairs of k at once. At least the first
-  // `rows` rows.
+  // `rows` rows and `cols` columns.
   static void block(float *c, const Segment *segments, int count, bool accumulate = false, int64_t rows = 32,
-                    int64_t /* cols */ = 32) {
-    for (int64_t row = 0; row < rows; row += 8) {
-      __m512 acc[8][2];
-      for (int r = 0; r < 8; ++r)
-        for (int v = 0; v < 2; ++v)
-          acc[r][v] = accumulate ? _mm512_loadu_ps(c + (row + r) * 32 + v * 16) : _mm512_setzero_ps();
-      for (int s = 0; s < count; ++s)
-        for (int64_t step = 0; step < segments[s].k; step += 32) {
-          const elem *a = segments[s].a + step * 32 + row * 32, *b = segments[s].b + step * 32;
-          for (int p = 0; p < 16; ++p) {
-            const auto b0 = as<__m512bh>(_mm512_load_si512(b + p * 32));
-            const auto b1 = as<__m512bh>(_mm512_load_si512(b + 512 + p * 32));
-            for (int r = 0; r < 8; ++r) {
-              int32_t pair;
-              std::memcpy(&pair, a + r * 32 + p * 2, 4);
-              const auto av = as<__m512bh>(_mm512_set1_epi32(pair));
-              acc[r][0] = _mm512_dpbf16_ps(acc[r][0], av, b0);
-              acc[r][1] = _mm512_dpbf16_ps(acc[r][1], av, b1);
-            }
-          }
-        }
-      for (int r = 0; r < 8; ++r)
-        for (int v = 0; v < 2; ++v) _mm512_storeu_ps(c + (row + r) * 32 + v * 16, acc[r][v]);
+                    int64_t cols = 32) {
+    for (int64_t row = 0; row < rows; row += 8)
+      cols > 16 ? strip<2>(c, segments, count, accumulate, row) : strip<1>(c, segments, count, accumulate, row);
+  }
+
+ private:
+  // Eight rows from `row` on, and 16 * V columns.
+  template <int V>
+  static void strip(float *c, const Segment *segments, int count, bool accumulate, int64_t row) {
+    __m512 acc[8][V];
+    for (int r = 0; r < 8; ++r)
+      for (int v = 0; v < V; ++v)
+        acc[r][v] = accumulate ? _mm512_loadu_ps(c + (row + r) * 32 + v * 16) : _mm512_setzero_ps();
+    for (int s = 0; s < count; ++s) {
+      const elem *a = segments[s].a + row * 32, *b = segments[s].b;
+      int64_t k = segments[s].k;
+      for (; k >= 32; k -= 32, a += 1024, b += 1024)
+        for (int64_t p = 0; p < 16; ++p) pair<V>(acc, a, b, p);
+      for (int64_t p = 0; 2 * p < k; ++p) pair<V>(acc, a, b, p);
+    }
+    for (int r = 0; r < 8; ++r)
+      for (int v = 0; v < V; ++v) _mm512_storeu_ps(c + (row + r) * 32 + v * 16, acc[r][v]);
+  }
+  template <int V>
+  static void pair(__m512 (&acc)[8][V], const elem *a, const elem *b, int64_t p) {
+    __m512bh right[V];
+    for (int v = 0; v < V; ++v) right[v] = as<__m512bh>(_mm512_load_si512(b + v * 512 + p * 32));
+    for (int r = 0; r < 8; ++r) {
+      int32_t left;
+      std::memcpy(&left, a + r * 32 + p * 2, 4);
+      for (int v = 0; v < V; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], as<__m512bh>(_mm512_set1_epi32(left)), right[v]);
     }
   }
 };

@@ -183,7 +183,7 @@ struct Linear {
         for (int64_t b = 0; b < nb; ++b) {
           const Segment segments[2] = {
               {f.x + m * block_elems(k), slice + b * block_elems(k), G::padded(k)},
-              {f.u[i] + m * block_elems(l.rank), up + b * block_elems(l.rank), G::padded(l.rank)},
+              {f.u[i] + m * block_elems(l.rank), up + b * block_elems(l.rank), l.rank},
           };
           G::block(c, segments, l.rank ? 2 : 1);
           const int64_t at = n0 + b * 32, cols = n - at < 32 ? n - at : 32;
@@ -325,14 +325,14 @@ struct Linear {
             for (int64_t i = 0; i < count; ++i)
               if (linears[i].rank)
                 segments[used++] = {f.du_a[i] + m * block_elems(linears[i].rank),
-                                    up + up_start[i] + b * block_elems(linears[i].rank), G::padded(linears[i].rank)};
+                                    up + up_start[i] + b * block_elems(linears[i].rank), linears[i].rank};
           G::block(c, segments, used);
           const int64_t k0 = (b0 + b) * 32, cols = k - k0 < 32 ? k - k0 : 32;
           if (dropout->keys)
             for (int64_t i = 0; i < count; ++i) {
               if (!linears[i].rank) continue;
               const Segment one{f.du_a[i] + m * block_elems(linears[i].rank),
-                                up + up_start[i] + b * block_elems(linears[i].rank), G::padded(linears[i].rank)};
+                                up + up_start[i] + b * block_elems(linears[i].rank), linears[i].rank};
               G::block(part, &one, 1);
               for (int64_t r = 0; r < rows; ++r) {
                 const uint32_t token = dropout_token(dropout->keys[m * 32 + r], linears[i].index);
