@@ -1,6 +1,8 @@
 """NF4 quantisation beside bitsandbytes: one tensor, the same bits, G weights/s.
 
-Bit-equality is asserted before anything is timed; the sides take turns, and each line is a median.
+Bit-equality is asserted before anything is timed; the sides take turns, and each line is a median. Quatrain's lines are
+the kernel for codes and block scales; all of the quantisation; and that with the check that a load of a model makes of
+every tensor (the relative error of the result).
 
     python bench/quantize.py                       # 4096 x 4096 in bf16, 2 threads, 5 rounds
     python bench/quantize.py --rows 1536 --columns 576 --dtype fp32
@@ -41,9 +43,12 @@ def main() -> None:
     theirs = partial(functional.quantize_4bit, weight, blocksize=64, quant_type="nf4", compress_statistics=True)
     ours = alone(options.threads, partial(nf4_native.quantize, context, weight, double_quant=True))
     assert_equal(ours(), alone(options.threads, theirs)())
-    sides: dict[str, Callable[[], Any]] = {"quatrain": ours, "bitsandbytes": theirs}
+    check = partial(nf4_native.relative_error, context, ours(), weight)
+    sides: dict[str, Callable[[], Any]] = {"bitsandbytes": theirs, "quatrain": ours}
+    sides["quatrain and check"] = lambda: (ours(), alone(options.threads, check)())
     if weight.dtype in native.DTYPES:
-        sides["quatrain, codes and scales only"] = partial(native.quantize, context, weight)
+        codes, absmax = torch.empty_like(ours().codes), torch.empty(-(-weight.numel() // 64))
+        sides["quatrain, codes and scales only"] = partial(native.quantize, context, codes, absmax, weight)
     print(f"{platform.processor() or platform.machine()}, {options.threads} threads, {library.best_isa()}")
     print(f"torch {torch.__version__}, bitsandbytes {version('bitsandbytes')}, double quantisation, equal bits")
     seconds: dict[str, list[float]] = {name: [] for name in sides}

@@ -148,6 +148,13 @@ QT_API int32_t qt_adamw(qt_context *context, float *param, float *exp_avg, float
 /* NF4 of n contiguous values: codes [ceil(n / 2)], absmax [ceil(n / 64)] =; *finite = 0 if a value is not finite. */
 QT_API int32_t qt_nf4_quantize(qt_context *context, int32_t dtype, uint8_t *codes, float *absmax, int32_t *finite,
                                const void *values, int64_t n);
+/* Nested statistics of absmax [blocks] with the mean `offset`: absmax_codes [blocks], absmax2 [ceil(blocks / 256)] =.
+ * nearest [65536]: the 8-bit code of each bin of [-1, 1]. */
+QT_API int32_t qt_nf4_nested(qt_context *context, uint8_t *absmax_codes, float *absmax2, const float *absmax,
+                             float offset, const uint8_t *nearest, int64_t blocks);
+/* *error, *norm = the sums of (weight - values)^2 and values^2 over `values` [n, k], in fp64. */
+QT_API int32_t qt_nf4_error(qt_context *context, int32_t dtype, double *error, double *norm, const qt_weight *weight,
+                            const void *values);
 QT_API int32_t qt_nf4_dequantize(qt_context *context, int32_t dtype, void *out, const qt_weight *weight);
 
 /* Every thread does nothing but products from registers, `iterations` rounds: *flops is what all of them did. */

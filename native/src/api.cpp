@@ -318,6 +318,21 @@ int32_t qt_nf4_quantize(qt_context *context, int32_t dtype, uint8_t *codes, floa
   return kernels->nf4_quantize(context->pool, codes, absmax, finite, values, n);
 }
 
+int32_t qt_nf4_nested(qt_context *context, uint8_t *absmax_codes, float *absmax2, const float *absmax, float offset,
+                      const uint8_t *nearest, int64_t blocks) {
+  const qt::Kernels *kernels = kernels_for(context, QT_F32);
+  if (!kernels || !absmax_codes || !absmax2 || !absmax || !nearest || blocks < 1) return QT_BAD_ARGUMENT;
+  return kernels->nf4_nested(context->pool, absmax_codes, absmax2, absmax, offset, nearest, blocks);
+}
+
+int32_t qt_nf4_error(qt_context *context, int32_t dtype, double *error, double *norm, const qt_weight *weight,
+                     const void *values) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || !error || !norm || !values || !weight || !weight->codes || weight->n < 1 || weight->k < 1)
+    return QT_BAD_ARGUMENT;
+  return kernels->nf4_error(context->pool, error, norm, *weight, values);
+}
+
 int32_t qt_nf4_dequantize(qt_context *context, int32_t dtype, void *out, const qt_weight *weight) {
   const qt::Kernels *kernels = kernels_for(context, dtype);
   if (!kernels || !out || !weight || !weight->codes || weight->n < 1 || weight->k < 1) return QT_BAD_ARGUMENT;

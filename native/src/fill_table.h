@@ -84,6 +84,10 @@ constexpr Kernels make_kernels() {
       [](Pool &pool, uint8_t *codes, float *absmax, int32_t *finite, const void *values, int64_t n) {
         return nf4_quantize(pool, codes, absmax, finite, static_cast<const T *>(values), n);
       },
+      nf4_nested,
+      [](Pool &pool, double *error, double *norm, const qt_weight &w, const void *values) {
+        return nf4_error(pool, error, norm, w, static_cast<const T *>(values));
+      },
       [](Pool &pool, void *out, const qt_weight &w) { return nf4_dequantize(pool, static_cast<T *>(out), w); },
       [](Pool &pool, int64_t iterations) {
         pool.parallel_for(pool.threads(), [&](int64_t, int32_t) {

@@ -37,6 +37,8 @@ struct Kernels {
   int (*adamw)(Pool &, float *, float *, float *, void *, const float *, const double *, const uint8_t *, const double *,
                const int64_t *, double, double, double, double, int64_t);
   int (*nf4_quantize)(Pool &, uint8_t *, float *, int32_t *, const void *, int64_t);
+  int (*nf4_nested)(Pool &, uint8_t *, float *, const float *, float, const uint8_t *, int64_t);
+  int (*nf4_error)(Pool &, double *, double *, const qt_weight &, const void *);
   int (*nf4_dequantize)(Pool &, void *, const qt_weight &);
   double (*peak)(Pool &, int64_t);
 };

@@ -47,6 +47,28 @@ def test_same_bits(context, shape, dtype):
     assert_same(context, gaussian(shape, dtype))
 
 
+def test_an_fp16_weight_of_several_pieces(context):
+    """600 nested groups and a partial block: a piece holds 16 groups."""
+    assert_same(context, gaussian((3, 2_500_013), torch.float16))
+
+
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_relative_error(context, dtype, double_quant):
+    """The sums of squares run in another order: in fp64, so the two agree far beyond what a check needs."""
+    for shape in ((1, 1), (5, 13), (33, 1000), (3, 200_003)):
+        weight = gaussian(shape, dtype)
+        stored = reference.quantize(weight, double_quant=double_quant)
+        want = reference.relative_error(stored, weight)
+        assert native.relative_error(context, stored, weight) == pytest.approx(want, rel=1e-9)
+        for fault in (weight * 2, -weight, weight * 1e-4):
+            want = reference.relative_error(stored, fault)
+            assert native.relative_error(context, stored, fault) == pytest.approx(want, rel=1e-9)
+    zeros = torch.zeros(3, 70, dtype=dtype)
+    assert native.relative_error(context, reference.quantize(zeros, double_quant=False), zeros) == 0.0
+    assert native.relative_error(context, stored, torch.zeros(shape, dtype=dtype)) == float("inf")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_value_a_16_bit_source_can_hold(context, dtype):
     """All finite 16-bit patterns, in an order that mixes magnitudes within a block; as fp32 too."""
@@ -106,3 +128,5 @@ def test_the_number_of_threads_does_not_matter(context):
     alone = native.quantize(library.context(context.isa, 1), weight, double_quant=True)
     three = native.quantize(library.context(context.isa, 3), weight, double_quant=True)
     assert torch.equal(alone.codes, three.codes) and torch.equal(alone.absmax_codes, three.absmax_codes)
+    errors = [native.relative_error(library.context(context.isa, threads), alone, weight) for threads in (1, 2, 3)]
+    assert errors[0] == errors[1] == errors[2]

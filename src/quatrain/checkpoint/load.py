@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -21,7 +22,7 @@ from quatrain.model.params import BlockParams, ModelParams
 from quatrain.model.spec import LINEARS
 from quatrain.ops.linear_lora import Linear
 from quatrain.ops.nf4 import Nf4Tensor, reference
-from quatrain.ops.nf4.reference import dequantize, relative_error
+from quatrain.ops.nf4.reference import dequantize
 
 if TYPE_CHECKING:
     from quatrain.model.spec import ModelSpec
@@ -40,23 +41,29 @@ def load_params(
     double_quant: bool,
     compute_dtype: torch.dtype,
     quantizer: Callable[..., Nf4Tensor] = reference.quantize,
+    error_of: Callable[[Nf4Tensor, torch.Tensor], float] = reference.relative_error,
     cache: BaseCache | None = None,
 ) -> ModelParams:
     """All frozen weights of `source`. `quantize="none"` keeps the linears in the compute dtype (4-bit ones expand).
 
-    `quantizer` is the backend's (all give the same bits). What is quantised here is kept in `cache` and found there by
-    the next load; a checkpoint that is already NF4, or stays plain, has nothing to gain from that.
+    `quantizer` and `error_of` are the backend's (all give the same bits). What is quantised here is kept in `cache` and
+    found there by the next load; a checkpoint that is already NF4, or stays plain, has nothing to gain from that.
 
     Raises ModelError if a tensor is missing, unexpected, of another shape or an unsupported type (all of them in one
     message, before any weight is read), holds NaN or infinity, or does not survive quantisation.
     """
     check_inventory(source)
+    linear: Callable[[str, torch.Tensor | Nf4Tensor], torch.Tensor | Nf4Tensor]
+    if quantize == "none":
+        linear = partial(_expanded, dtype=compute_dtype)
+    else:
+        linear = partial(_quantized, double_quant=double_quant, quantizer=quantizer, error_of=error_of)
     if cache is None or quantize == "none" or source.is_nf4:
-        loaded = _convert(source, quantize, double_quant, compute_dtype, quantizer)
+        loaded = _convert(source, compute_dtype, linear)
     else:
         made = Made(source.name, source.fingerprint(), double_quant, str(compute_dtype).removeprefix("torch."))
         found = cache.read(made, names.expected_shapes(source.spec))
-        loaded = found or _convert(source, quantize, double_quant, compute_dtype, quantizer)
+        loaded = found or _convert(source, compute_dtype, linear)
         if found is None:
             cache.write(made, loaded)
     if source.spec.tie_word_embeddings:
@@ -66,24 +73,21 @@ def load_params(
 
 def _convert(
     source: ModelSource,
-    quantize: Literal["nf4", "none"],
-    double_quant: bool,
     compute_dtype: torch.dtype,
-    quantizer: Callable[..., Nf4Tensor],
+    linear: Callable[[str, torch.Tensor | Nf4Tensor], torch.Tensor | Nf4Tensor],
 ) -> dict[str, torch.Tensor | Nf4Tensor]:
-    """Every tensor as the model holds it, by name; a head that is tied to the embedding is left out."""
+    """Every tensor as the model holds it, by name; a head that is tied to the embedding is left out. `linear` makes the
+    weight of a block's linear from its name and what the source holds."""
     loaded: dict[str, torch.Tensor | Nf4Tensor] = {}
     with _one_thread():
         for name, tensor in source.tensors():
             if names.ignorable(name):
                 continue
-            if not names.is_linear_weight(name):
+            if names.is_linear_weight(name):
+                loaded[name] = linear(name, tensor)
+            else:
                 dtype = norm_dtype(compute_dtype) if _is_norm(name) else compute_dtype
                 loaded[name] = _plain(name, tensor, dtype)
-            elif quantize == "none":
-                loaded[name] = _expanded(name, tensor, compute_dtype)
-            else:
-                loaded[name] = _quantized(name, tensor, double_quant, quantizer)
             del tensor  # before the next one is read
     if source.spec.tie_word_embeddings:
         _drop_tied_head(loaded, source.name)
@@ -146,7 +150,11 @@ def _expanded(name: str, weight: torch.Tensor | Nf4Tensor, dtype: torch.dtype) -
 
 
 def _quantized(
-    name: str, weight: torch.Tensor | Nf4Tensor, double_quant: bool, quantizer: Callable[..., Nf4Tensor]
+    name: str,
+    weight: torch.Tensor | Nf4Tensor,
+    double_quant: bool,
+    quantizer: Callable[..., Nf4Tensor],
+    error_of: Callable[[Nf4Tensor, torch.Tensor], float],
 ) -> Nf4Tensor:
     """A linear's weight in NF4. One that is stored so stays as it is: a second time would only add error."""
     if isinstance(weight, Nf4Tensor):
@@ -155,8 +163,8 @@ def _quantized(
         quantized = quantizer(weight, double_quant=double_quant)
     except KernelError as error:
         raise ModelError(f"{name}: {error}") from error
-    error_size = relative_error(quantized, weight)
-    if error_size > LARGEST_ERROR:
+    error_size = error_of(quantized, weight)
+    if not error_size <= LARGEST_ERROR:  # NaN does not pass
         raise ModelError(
             f"{name}: quantisation went wrong: relative error {error_size:.3f}, want at most {LARGEST_ERROR}",
             hint="this should not happen; please report it with the model's name",

@@ -120,6 +120,8 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "qt_sum_squares": (_i32, (_ptr, _ptr, _ptr, _i64, _ptr)),
     "qt_adamw": (_i32, (*[_ptr] * 10, *[_f64] * 4, _i64)),
     "qt_nf4_quantize": (_i32, (*_context, *[_ptr] * 4, _i64)),
+    "qt_nf4_nested": (_i32, (*[_ptr] * 4, _f32, _ptr, _i64)),
+    "qt_nf4_error": (_i32, (*_context, _ptr, _ptr, _weight, _ptr)),
     "qt_nf4_dequantize": (_i32, (*_context, _ptr, _weight)),
     "qt_peak": (_i32, (*_context, _i64, _ptr)),
 }

@@ -278,22 +278,22 @@ class _Native:
         return pointer(self.scratch), self.scratch.numel()
 
 
-def quantize(context: Context, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """(codes, absmax, all finite) of a contiguous tensor, as `ops/nf4` lays them out."""
-    n = values.numel()
-    codes = torch.empty((n + 1) // 2, dtype=torch.uint8)
-    absmax = torch.empty(-(-n // 64), dtype=torch.float32)
+def quantize(context: Context, codes: torch.Tensor, absmax: torch.Tensor, values: torch.Tensor) -> bool:
+    """codes, absmax = NF4 of a contiguous tensor, as `ops/nf4` lays them out. Returns whether all values are finite."""
     finite = ctypes.c_int32()
     context.call(
-        "qt_nf4_quantize",
-        _CODES[values.dtype],
-        pointer(codes),
-        pointer(absmax),
-        ctypes.byref(finite),
-        pointer(values),
-        n,
-    )
-    return codes, absmax, bool(finite.value)
+        "qt_nf4_quantize", _CODES[values.dtype], pointer(codes, torch.uint8), pointer(absmax, torch.float32),
+        ctypes.byref(finite), pointer(values), values.numel(),
+    )  # fmt: skip
+    return bool(finite.value)
+
+
+def squared_error(context: Context, sums: ctypes.Array[ctypes.c_double], w: Nf4Tensor, values: torch.Tensor) -> None:
+    """sums = the sums of (w - values)^2 and of values^2; `values` is contiguous, of `w`'s shape."""
+    entry = library.QtWeight()
+    _fill_weight(entry, w, values.dtype)
+    error, norm = ctypes.addressof(sums), ctypes.addressof(sums) + 8
+    context.call("qt_nf4_error", _CODES[values.dtype], error, norm, ctypes.byref(entry), pointer(values))
 
 
 def pointer(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> int | None:

@@ -87,6 +87,8 @@ class Backend:
     """The ops over a scratch tensor, uint8 [at least scratch_bytes]."""
     quantize: Callable[..., Nf4Tensor]
     """(weight, *, double_quant) -> the weight in NF4: see ops/nf4/reference.py."""
+    quantize_error: Callable[[Nf4Tensor, torch.Tensor], float]
+    """(NF4, weight) -> the relative error of the one against the other."""
     head_chunk: Callable[[int, int], int]
     """(hidden size, vocabulary) -> supervised rows that the head works on at a time."""
     keeps_logits: bool = True
@@ -124,7 +126,7 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
     if kernels == "auto" and not there:
         return _reference(reason)
     from quatrain.ops import native
-    from quatrain.ops.nf4.native import quantize
+    from quatrain.ops.nf4.native import quantize, relative_error
 
     if dtype not in native.DTYPES:
         if kernels == "auto":
@@ -139,6 +141,7 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
         lambda sizes: 0,
         partial(native.native_ops, context),
         partial(quantize, context),
+        partial(relative_error, context),
         head_chunk=native.head_chunk,
         keeps_logits=False,
         own_threads=True,
@@ -146,10 +149,10 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
 
 
 def _reference(reason: str) -> Backend:
-    from quatrain.ops.nf4.reference import quantize
+    from quatrain.ops.nf4.reference import quantize, relative_error
 
     return Backend(
-        "reference", reason, _reference_scratch, _reference_temporaries, reference_ops, quantize,
+        "reference", reason, _reference_scratch, _reference_temporaries, reference_ops, quantize, relative_error,
         head_chunk=lambda hidden, vocab: max(16, min(1024, REFERENCE_LOGITS_BYTES // (4 * vocab))),
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ class InstructPipeline:
         cache = BaseCache(cache_folder(config.cache_dir)) if config.cache else None
         params = load_params(
             source, quantize=config.quantize, double_quant=config.double_quant, compute_dtype=layout.compute_dtype,
-            quantizer=layout.backend.quantize, cache=cache,
+            quantizer=layout.backend.quantize, error_of=layout.backend.quantize_error, cache=cache,
         )  # fmt: skip
         self.notices: list[str] = cache.notices if cache else []
         self.adapters = AdapterSet(self.spec, config, layout.compute_dtype)

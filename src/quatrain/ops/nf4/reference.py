@@ -61,7 +61,12 @@ def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
     absmax = _block_absmax(values)
     if not torch.isfinite(absmax).all():
         raise not_finite()
-    return with_statistics(weight, _codes(values, absmax), absmax, double_quant)
+    shape, codes = (weight.shape[0], weight.shape[1]), _codes(values, absmax)
+    if not double_quant:
+        return Nf4Tensor(shape, codes, absmax=absmax)
+    offset = nested_offset(absmax)
+    absmax_codes, absmax2 = _quantize_statistics(absmax - offset)
+    return Nf4Tensor(shape, codes, absmax_codes=absmax_codes, absmax2=absmax2, offset=offset, code2=nested_code_book())
 
 
 def check_weight(weight: torch.Tensor) -> None:
@@ -76,25 +81,14 @@ def not_finite() -> KernelError:
     return KernelError("nf4.quantize: weight: want finite values, got NaN or infinity")
 
 
-def with_statistics(weight: torch.Tensor, codes: torch.Tensor, absmax: torch.Tensor, double_quant: bool) -> Nf4Tensor:
-    """The tensor of `weight`'s shape with these codes and block scales, which `double_quant` quantises again.
+def nested_offset(absmax: torch.Tensor) -> torch.Tensor:
+    """The mean of the block scales. Raises KernelError where it overflows.
 
-    The mean of many scales depends on how many threads torch uses; one thread gives the same bits everywhere."""
-    shape = (weight.shape[0], weight.shape[1])
-    if not double_quant:
-        return Nf4Tensor(shape, codes, absmax=absmax)
+    The mean of many depends on how many threads torch uses; one thread gives the same bits everywhere."""
     offset = absmax.mean()
     if not torch.isfinite(offset):
         raise KernelError("nf4.quantize: weight: values are too large for nested statistics (the mean overflows)")
-    absmax_codes, absmax2 = _quantize_statistics(absmax - offset)
-    return Nf4Tensor(
-        shape,
-        codes,
-        absmax_codes=absmax_codes,
-        absmax2=absmax2,
-        offset=offset,
-        code2=nested_code_book(),
-    )
+    return offset
 
 
 def dequantize(out: torch.Tensor, w: Nf4Tensor) -> None:
@@ -119,6 +113,11 @@ def relative_error(w: Nf4Tensor, weight: torch.Tensor) -> float:
         _scale(values, codes, absmax)
         norm += _sum_of_squares(source)
         error += _sum_of_squares(values.sub_(source))
+    return error_ratio(error, norm)
+
+
+def error_ratio(error: float, norm: float) -> float:
+    """The relative error from the two sums of squares."""
     return (error / norm) ** 0.5 if norm else (0.0 if error < _TINY else float("inf"))
 
 
@@ -172,7 +171,7 @@ def nested_code_book() -> torch.Tensor:
 
 
 @cache
-def _nested_bins() -> torch.Tensor:
+def nested_bins() -> torch.Tensor:
     """uint8 [65536]: the nearest code of each bin's centre."""
     book = nested_code_book()
     centres = torch.arange(_BINS, dtype=torch.float32) / (_BINS - 1) * 2.0 - 1.0
@@ -237,7 +236,7 @@ def _quantize_statistics(centred: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     absmax2 = groups.abs().amax(dim=1)
     scaled = (groups * (1.0 / absmax2)[:, None]).clamp_(-1, 1)
     # A group of zeros gives 0 / 0; any code stands for zero there, and bitsandbytes writes 0.
-    codes = _nested_bins()[((scaled + 1.0) * 0.5 * (_BINS - 1) + 0.5).nan_to_num(0.0).int()]
+    codes = nested_bins()[((scaled + 1.0) * 0.5 * (_BINS - 1) + 0.5).nan_to_num(0.0).int()]
     return codes.view(-1)[:blocks].clone(), absmax2
 
 
