@@ -4,50 +4,16 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
-#include "quatrain.h"
+#include "ops.h"
 
 namespace {
 
-using qt_test::Guarded;
-using qt_test::Random;
+using namespace qt_test;
 
 constexpr float kCode[16] = {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
                              -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
                              0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
                              0.7229568362236023f, 1.0f};
-
-// A matrix of either dtype with plain access.
-struct Buffer {
-  int32_t dtype;
-  Guarded<unsigned char> bytes;
-  Buffer(int32_t type, int64_t count) : dtype(type), bytes(count * (type == QT_F32 ? 4 : 2)) {}
-  void *data() { return bytes.data(); }
-  float get(int64_t i) const {
-    uint32_t wide = 0;
-    if (dtype == QT_F32) {
-      std::memcpy(&wide, bytes.data() + 4 * i, 4);
-    } else {
-      uint16_t narrow;
-      std::memcpy(&narrow, bytes.data() + 2 * i, 2);
-      wide = static_cast<uint32_t>(narrow) << 16;
-    }
-    float x;
-    std::memcpy(&x, &wide, 4);
-    return x;
-  }
-  void fill(Random &random, float size) {
-    const int64_t width = dtype == QT_F32 ? 4 : 2;
-    for (int64_t i = 0; i < bytes.size() / width; ++i) {
-      const float x = random.uniform(-size, size);
-      uint32_t wide;
-      std::memcpy(&wide, &x, 4);
-      const uint16_t narrow = static_cast<uint16_t>(wide >> 16);
-      std::memcpy(bytes.data() + width * i, dtype == QT_F32 ? static_cast<const void *>(&wide) : &narrow, static_cast<size_t>(width));
-    }
-  }
-  std::string copy() const { return std::string(reinterpret_cast<const char *>(bytes.data()), bytes.bytes()); }
-};
 
 struct Layer {
   int64_t n, rank;
@@ -142,17 +108,6 @@ double mask(const Inputs &in, size_t layer, int64_t token, int64_t column) {
   return mix(row ^ mix(static_cast<uint32_t>(column))) >= static_cast<uint32_t>(kDropout * 4294967296.0) ? 1.0 / (1.0 - kDropout) : 0.0;
 }
 
-struct Context {
-  qt_context *handle = nullptr;
-  Context(int32_t isa, int32_t threads) {
-    const int32_t status = qt_context_create(&handle, isa, threads);
-    if (status != QT_OK) std::abort();
-  }
-  ~Context() { qt_context_destroy(handle); }
-  Context(const Context &) = delete;
-  Context &operator=(const Context &) = delete;
-};
-
 // What one forward and backward wrote.
 struct Outputs {
   Buffer dx;
@@ -236,16 +191,6 @@ struct Outputs {
       all.append(reinterpret_cast<const char *>(grad_b[i].data()), grad_b[i].bytes());
     }
     return all;
-  }
-};
-
-// A sum in double together with the sum of its terms' sizes, which bounds the rounding of any order of summation.
-struct Sum {
-  double value = 0.0, size = 0.0;
-  void add(double term) { add(term, std::fabs(term)); }
-  void add(double term, double magnitude) {
-    value += term;
-    size += magnitude;
   }
 };
 

@@ -65,7 +65,7 @@ def test_the_tests_pass_under_the_address_and_undefined_sanitizers(root: Path, t
         f"-DQUATRAIN_SANITIZE_ISAS=portable;{strongest}",
     )
     output = run([str(folder / "native_tests")])
-    assert_all_passed(output, at_least=15)
+    assert_all_passed(output, at_least=24)
     if library.available()[0]:
         for isa in library.supported_isas():
             assert re.search(rf"^{isa}\.f32_blocks ok$", output, flags=re.MULTILINE), f"{isa} was not tested"
@@ -78,7 +78,7 @@ def test_the_pool_passes_under_the_thread_sanitizer(root: Path, tmp_path: Path) 
 
 def test_clang_builds_without_a_warning_and_the_tests_pass(root: Path, tmp_path: Path) -> None:
     folder = build(root, tmp_path, tool("clang++", "apt-get install clang"))
-    assert_all_passed(run([str(folder / "native_tests")]), at_least=15)
+    assert_all_passed(run([str(folder / "native_tests")]), at_least=24)
     assert_symbols_keep_to_their_instruction_set(folder)
 
 
@@ -99,7 +99,7 @@ def test_arm64_builds_without_a_warning_and_the_tests_pass(root: Path, tmp_path:
     folder = build(root, tmp_path, compiler, *ARM)
     emulator = tool("qemu-aarch64", "apt-get install qemu-user")
     output = run([emulator, "-L", str(ARM_ROOT), str(folder / "native_tests")])
-    assert_all_passed(output, at_least=15)
+    assert_all_passed(output, at_least=24)
 
 
 def test_a_failing_check_fails_the_run(root: Path, tmp_path: Path) -> None:
