@@ -1,7 +1,7 @@
 """How long `quatrain train` takes from its start to the end of its first step, with the quantised base in the cache.
 
-The command runs as a user's would, in a process of its own; the clock stops when the line of step 1 is in metrics.jsonl,
-and the process is ended then. The first start fills the cache and is printed but not counted.
+The command runs as a user's would, in a process of its own; the clock stops when the line of step 1 is in
+metrics.jsonl, and the process is ended then. The first start fills the cache and is printed but not counted.
 
     python bench/startup.py                        # smollm2-135m on the smart home rows, median of 5 starts
     python bench/startup.py --model <folder> --threads 2
