@@ -23,6 +23,7 @@ LEVELS = (
     ("model", "optim", "data"),
     ("engine", "checkpoint", "distributed"),
     ("train",),
+    ("bench",),
     ("cli",),
 )
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -90,6 +91,7 @@ def test_imports_go_one_way() -> None:
         ("data/row.py", "from quatrain.checkpoint import peft", "data is below checkpoint"),
         ("train/loop.py", "def late():\n    from quatrain.cli import main", "train is below cli"),
         ("engine/step.py", "import quatrain.train.loop", "engine is below train"),
+        ("train/run.py", "import quatrain.bench.run", "train is below bench"),
         ("model/params.py", "import quatrain.optim.optimizer", "model imports optim too"),
         ("ops/nf4/reference.py", "import numpy", "a reference uses torch"),
         ("checkpoint/peft.py", "from peft import PeftModel", "a test oracle at run time"),

@@ -296,6 +296,21 @@ def squared_error(context: Context, sums: ctypes.Array[ctypes.c_double], w: Nf4T
     context.call("qt_nf4_error", _CODES[values.dtype], error, norm, ctypes.byref(entry), pointer(values))
 
 
+def dequantize(context: Context, out: torch.Tensor, weight: Nf4Tensor) -> None:
+    """out [N, K] = the values of `weight`, in fp32 or bf16."""
+    entry = library.QtWeight()
+    _fill_weight(entry, weight, out.dtype)
+    context.call("qt_nf4_dequantize", _CODES[out.dtype], pointer(out), ctypes.byref(entry))
+
+
+def peak_product(context: Context, dtype: torch.dtype, iterations: int = 1 << 18) -> float:
+    """Products from registers on every thread and nothing else; returns their FLOPs. What the kernels could reach if
+    memory and bookkeeping were free."""
+    flops = ctypes.c_double()
+    context.call("qt_peak", _CODES[dtype], iterations, ctypes.byref(flops))
+    return flops.value
+
+
 def pointer(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> int | None:
     """The address of a tensor's data, None for None. KernelError unless it is contiguous, on the CPU, of `dtype`."""
     if tensor is None:

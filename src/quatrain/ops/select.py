@@ -89,6 +89,10 @@ class Backend:
     """(weight, *, double_quant) -> the weight in NF4: see ops/nf4/reference.py."""
     quantize_error: Callable[[Nf4Tensor, torch.Tensor], float]
     """(NF4, weight) -> the relative error of the one against the other."""
+    dequantize: Callable[[torch.Tensor, Nf4Tensor], None]
+    """out [N, K] = the values of a weight in NF4, in out's dtype."""
+    peak_product: Callable[[torch.dtype], Callable[[], float]]
+    """For a dtype: work that is nothing but products and returns their FLOPs (see profile/limits.py)."""
     head_chunk: Callable[[int, int], int]
     """(hidden size, vocabulary) -> supervised rows that the head works on at a time."""
     keeps_logits: bool = True
@@ -142,6 +146,8 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
         partial(native.native_ops, context),
         partial(quantize, context),
         partial(relative_error, context),
+        partial(native.dequantize, context),
+        lambda dtype: partial(native.peak_product, context, dtype),
         head_chunk=native.head_chunk,
         keeps_logits=False,
         own_threads=True,
@@ -149,10 +155,12 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
 
 
 def _reference(reason: str) -> Backend:
-    from quatrain.ops.nf4.reference import quantize, relative_error
+    from quatrain.ops.nf4.reference import dequantize, quantize, relative_error
+    from quatrain.profile.limits import matrix_product
 
     return Backend(
         "reference", reason, _reference_scratch, _reference_temporaries, reference_ops, quantize, relative_error,
+        dequantize, matrix_product,
         head_chunk=lambda hidden, vocab: max(16, min(1024, REFERENCE_LOGITS_BYTES // (4 * vocab))),
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Where a step's time goes, by layer and by op. Free when off: the engine then calls the ops themselves.
 
-A profiler that is on wraps every op in a timer and notes its bytes (each tensor argument once: the least traffic the
-op can cause) and, for the products, its FLOPs. `report` sums them; `profile.limits` measures what the hardware could
-do.
+A profiler that is on wraps every op in a timer and notes its bytes (each tensor argument once, twice where it is
+updated in place: the least traffic the op can cause) and, for the products, its FLOPs. `report` sums them;
+`profile.limits` measures what the hardware could do.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class Profiler:
         span = self._spans.setdefault(key, Span(*key))
         span.calls += 1
         span.seconds += seconds
-        span.bytes += sum(_nbytes(arg) for arg in args)
+        twice = _READ_AND_WRITTEN.get(name, 0)
+        span.bytes += sum(_nbytes(arg) for arg in (*args, *args[:twice]))
         span.flops += _FLOPS[name](args) if name in _FLOPS else 0.0
 
 
@@ -123,6 +124,11 @@ def _linear_flops(tokens: int, linears: Any, passes: int) -> float:
     return total
 
 
+def _down_flops(x: Any, linears: Any) -> float:
+    """2 T r K for each adapter."""
+    return float(2 * x.numel() * sum(linear.lora.rank for linear in linears if linear.lora is not None))
+
+
 def _attention_flops(q: Any, cu_seqlens: Any, window: int | None, products: int) -> float:
     """2 D for each visible pair of a query head and a key, for each of the products."""
     pairs = 0
@@ -138,9 +144,13 @@ def _head_flops(args: tuple[Any, ...]) -> float:
     return float(2 * rows.shape[0] * hidden.shape[1] * head.shape[0] * (1 if d_hidden is None else 2))
 
 
+_READ_AND_WRITTEN = {"rope_forward": 1, "rope_backward": 1, "adamw_step": 3}
+"""How many of an op's first arguments it updates in place."""
+
 _FLOPS: dict[str, FlopCount] = {
     "linear_lora_forward": lambda a: _linear_flops(a[2].shape[0], a[3], 1),
     "linear_lora_backward": lambda a: _linear_flops(a[2].shape[0], a[4], 2),
+    "lora_down_forward": lambda a: _down_flops(a[1], a[2]),
     "attention_forward": lambda a: _attention_flops(a[2], a[5], a[7], 2),
     "attention_backward": lambda a: _attention_flops(a[6], a[9], a[11], 5),
     "head_loss": _head_flops,

@@ -1,0 +1,1 @@
+"""What this machine gives: its limits, each kernel of a training step against them and beside torch, whole steps."""

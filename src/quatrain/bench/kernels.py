@@ -1,0 +1,145 @@
+"""The roofline table: each kernel's median time against the limits of the machine and beside torch's own op.
+
+Before anything is timed every kernel, and torch's op, must agree with the reference op on a small input. Our side and
+torch take turns, and a sweep over memory before each call empties the caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from quatrain.bench.cases import Case, Kernels, World, cases
+from quatrain.errors import KernelError
+from quatrain.model.spec import ModelSpec
+from quatrain.ops.nf4.reference import dequantize
+from quatrain.ops.select import Backend, select_backend
+from quatrain.profile.limits import Limits
+from quatrain.profile.report import rows
+from quatrain.profile.spans import Profiler, Span
+
+GATE_TOKENS, GATE_ROW = 96, 48
+BOUNDS = {torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps, torch.float32: 1e-4}
+"""Of the error's norm relative to the result's. bf16: inputs are equal and sums are fp32, so a result carries a few
+roundings of eps / 2; 2 eps allows four that all point the same way. fp32: eps sqrt(n) is 1e-5 for 10,000 terms; ten
+times that allows for another order of additions and for what cancels."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A case's work and our time for it (`span`), and torch's seconds, None where torch has no such op."""
+
+    span: Span
+    torch_seconds: float | None
+
+
+def measure_kernels(
+    spec: ModelSpec, *, tokens: int, row: int, rank: int, dtype: torch.dtype, backend: Backend, repeats: int,
+    done: Callable[[str], None] = lambda name: None,
+) -> list[Timed]:  # fmt: skip
+    """Gate, then medians over `repeats`; `done` hears the name of each case. Raises KernelError at the gate."""
+    gate(spec, rank, dtype, backend)
+    world = World(spec, tokens, row, rank, dtype, backend.quantize)
+    kernels, sweep = Kernels.bind(backend, world), torch.empty(2 * cache_bytes(), dtype=torch.uint8)
+    timed = []
+    for case in cases(world, backend.dequantize):
+        timed.append(_time(case, kernels, backend, repeats, lambda: sweep.add_(1)))
+        done(case.name)
+    return timed
+
+
+def table(timed: list[Timed], limits: Limits) -> list[dict[str, Any]]:
+    """One row a kernel, as JSON values."""
+    found = []
+    for one, row in zip(timed, rows([one.span for one in timed], limits), strict=True):
+        theirs = one.torch_seconds
+        found.append(
+            {
+                "kernel": row["op"],
+                "ms": 1e3 * one.span.seconds,
+                "gflops": row["gflops"],
+                "gbytes": row["gbytes"],
+                "percent_of_peak": row["percent_of_limit"],
+                "limit": row["limit"],
+                "torch_ms": None if theirs is None else 1e3 * theirs,
+                "torch_over_ours": None if theirs is None else theirs / one.span.seconds,
+            }
+        )
+    return found
+
+
+def gate(spec: ModelSpec, rank: int, dtype: torch.dtype, backend: Backend) -> None:
+    """Every kernel and torch's op at its work against the reference op, the model's sizes but few tokens. Raises
+    KernelError with the first that differs."""
+    reference = select_backend("cpu", dtype, "reference")
+    world = World(spec, GATE_TOKENS, GATE_ROW, rank, dtype, reference.quantize)
+    ours, theirs = Kernels.bind(backend, world), Kernels.bind(reference, world)
+    for case in cases(world, dequantize):
+        start = [tensor.clone() for tensor in case.writes]
+        with backend.running():
+            got = _outputs(case, ours)
+        for tensor, before in zip(case.writes, start, strict=True):
+            tensor.copy_(before)
+        want = _outputs(case, theirs)
+        _compare(f"{case.name}, {backend.name}", got, want, BOUNDS[dtype])
+        if case.peer is not None:
+            peer = case.peer()
+            _compare(f"{case.name}, torch", peer, want[: len(peer)], BOUNDS[dtype])
+
+
+def _outputs(case: Case, kernels: Kernels) -> list[torch.Tensor]:
+    made = case.run(kernels)
+    return [tensor.clone() for tensor in (case.writes if made is None else made)]
+
+
+def _compare(what: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], bound: float) -> None:
+    for number, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        size = float(theirs.double().norm())
+        error = float((ours.double() - theirs.double()).norm())
+        if not error <= bound * size:  # NaN is no agreement either
+            raise KernelError(
+                f"{what}: output {number} differs from the reference by {error / size:.2e} of its norm, "
+                f"want at most {bound:.0e}",
+                hint="a number without a right result means nothing; please report this with `quatrain doctor`",
+            )
+
+
+def _time(case: Case, kernels: Kernels, backend: Backend, repeats: int, sweep: Callable[[], object]) -> Timed:
+    span = replace(_count(case, kernels), op=case.name, calls=1)
+    ours, theirs = [], []
+    for _ in range(repeats + 1):  # the first call of each is not counted
+        ours.append(_seconds(lambda: case.run(kernels), sweep, backend.running()))
+        if case.peer is not None:
+            theirs.append(_seconds(case.peer, sweep, nullcontext()))
+    span.seconds = median(ours[1:])
+    return Timed(span, median(theirs[1:]) if theirs else None)
+
+
+def _count(case: Case, kernels: Kernels) -> Span:
+    """The work of one call."""
+    profiler = Profiler(enabled=True)
+    case.run(replace(kernels, ops=profiler.timed(kernels.ops)))
+    span = next(iter(profiler.by_op()), Span("", None, case.name))
+    return replace(span, bytes=case.nbytes or span.bytes)
+
+
+def _seconds(run: Callable[[], object], sweep: Callable[[], object], alone: Any) -> float:
+    with alone:
+        sweep()  # and torch's threads, where they are not wanted, have gone to sleep when it is over
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+
+def cache_bytes() -> int:
+    """The size of the largest cache; 32 MB where the system does not tell."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=32 << 20)
