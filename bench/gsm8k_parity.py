@@ -13,23 +13,32 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = "smollm2-135m"
-TRAIN_ROWS, TEST_ROWS, ROWS_PER_STEP, LONGEST_ROW = 256, 64, 8, 1024
-LEARNING_RATE, CLIP, RANK, ALPHA = 2e-4, 1.0, 16, 32
-TOLERANCE = 0.01
+from common import (
+    ALPHA,
+    CLIP,
+    LEARNING_RATE,
+    LONGEST_ROW,
+    MODEL,
+    RANK,
+    ROOT,
+    Rows,
+    export,
+    gsm8k_rows,
+    peft_loss,
+    peft_model,
+    record,
+    run_apart,
+    write,
+)
 
-Rows = list[tuple[list[int], list[int]]]
-"""(input ids, labels): labels unshifted, -100 where a token is not supervised."""
+TRAIN_ROWS, TEST_ROWS, ROWS_PER_STEP = 256, 64, 8
+TOLERANCE = 0.01
 
 
 def main() -> int:
@@ -51,23 +60,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         prepare(work, options.data, options.dtype)
-        results = {side: run_apart(side, work, options) for side in sides}
-    record = {"command": " ".join(["python", "bench/gsm8k_parity.py", *sys.argv[1:]]), **machine(), "sides": results}
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"gsm8k_parity_{options.dtype}_{'_'.join(sides)}_{options.steps}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        same = ["--work", work, "--steps", options.steps, "--dtype", options.dtype, "--threads", options.threads]
+        results = {side: run_apart(__file__, [*same, "--side", side], work / f"{side}.json") for side in sides}
     show(results)
-    print(f"written to {path}")
+    name = f"gsm8k_parity_{options.dtype}_{'_'.join(sides)}_{options.steps}.json"
+    write(options.out / name, {**record(__file__), "sides": results})
     return gate(results)
-
-
-def run_apart(side: str, work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One side in a fresh process."""
-    flags = {"side": side, "work": work, "steps": options.steps, "dtype": options.dtype, "threads": options.threads}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    subprocess.run([sys.executable, __file__, *words], check=True)
-    result: dict[str, Any] = json.loads((work / f"{side}.json").read_text(encoding="utf-8"))
-    return result
 
 
 # What both sides start from.
@@ -77,51 +75,18 @@ def prepare(work: Path, data: Path, dtype: str) -> None:
     """Writes rows.json, the dequantised base model and the freshly initialised adapter into `work`."""
     from quatrain import InstructConfig, InstructPipeline
     from quatrain.checkpoint.open import open_source
-    from quatrain.config import DataOptions
-    from quatrain.data.pipeline import prepare as read
 
     source = open_source(MODEL)
     tokenizer = source.tokenizer()
     assert tokenizer is not None, f"{MODEL} carries its tokenizer"
-    options = DataOptions(prompt_field="question", response_field="answer")
-    rows = {}
-    for name, file, count in (("train", "gsm8k_train_2k", TRAIN_ROWS), ("test", "gsm8k_test", TEST_ROWS)):
-        first = read([data / f"{file}.jsonl"], options, tokenizer, max_seq_len=LONGEST_ROW).train[:count]
-        rows[name] = [(list(row.input_ids), list(row.labels)) for row in first]
+    rows = {
+        "train": gsm8k_rows(tokenizer, data / "gsm8k_train_2k.jsonl", TRAIN_ROWS),
+        "test": gsm8k_rows(tokenizer, data / "gsm8k_test.jsonl", TEST_ROWS),
+    }
     (work / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     export(source, work / "base")
     pipe = InstructPipeline.from_source(source, InstructConfig(lora_rank=RANK, lora_alpha=ALPHA, compute_dtype=dtype))
     pipe.save_adapter(work / "adapter")
-
-
-def export(source: Any, folder: Path) -> None:
-    """The source's weights as a Hugging Face folder in fp32, for a Llama without rope scaling."""
-    import torch
-    from safetensors.torch import save_file
-
-    spec = source.spec
-    assert spec.family == "llama" and spec.rope.kind == "default", "this bench is about SmolLM2"
-    folder.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "rope_theta": spec.rope.theta,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = {name: tensor.to(torch.float32).contiguous() for name, tensor in source.tensors()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def read_rows(work: Path) -> tuple[Rows, Rows]:
@@ -161,48 +126,23 @@ def run_quatrain(work: Path, steps: int, dtype: str, threads: int) -> dict[str, 
 
 def run_peft(work: Path, steps: int, dtype: str, threads: int) -> dict[str, Any]:
     import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     torch.set_num_threads(threads)
     compute = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
-    )
-    base = AutoModelForCausalLM.from_pretrained(
-        work / "base", quantization_config=nf4, dtype=compute, device_map={"": "cpu"}
-    )
-    model = PeftModel.from_pretrained(base, work / "adapter", is_trainable=True)
-    # Training mode throughout, which without dropout is the same function. In eval mode bitsandbytes 0.50 repacks the
-    # weights for AVX512-BF16 CPUs for good, and a later backward through the repacked weights has no gradient for x.
-    model.train()
+    model = peft_model(work / "base", work / "adapter", compute)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
 
-    def loss_sum(rows: Rows) -> tuple[torch.Tensor, int]:
-        """The summed loss and the number of supervised tokens of one padded batch."""
-        longest = max(len(ids) for ids, _ in rows)
-        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in rows])
-        labels = torch.tensor([labels + [-100] * (longest - len(labels)) for _, labels in rows])
-        mask = torch.tensor([[1] * len(ids) + [0] * (longest - len(ids)) for ids, _ in rows])
-        logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float()
-        targets = labels[:, 1:]
-        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return total, int((targets != -100).sum())
-
     @torch.no_grad()
     def evaluate(rows: Rows) -> float:
-        parts = [loss_sum(batch) for batch in steps_of(rows, len(rows))]
+        parts = [peft_loss(model, batch) for batch in steps_of(rows, len(rows))]
         return sum(total.item() for total, _ in parts) / sum(count for _, count in parts)
 
     train, test = read_rows(work)
     before, curve = evaluate(test), []
     began = time.perf_counter()
     for batch in steps_of(train, steps):
-        total, count = loss_sum(batch)
+        total, count = peft_loss(model, batch)
         loss = total / count
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(trained, CLIP)
@@ -221,20 +161,6 @@ def summary(before: float, curve: list[float], after: float, seconds: float) -> 
 
 
 # What is printed and kept.
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on and with."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    packages = ("quatrain", "torch", "transformers", "peft", "bitsandbytes")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "machine": {"cpu": cpu, "cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "commit": commit.stdout.strip(),
-    }
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:

@@ -44,17 +44,29 @@ def command(
         typer.Option("--shape", metavar="NAME", help="random weights: smollm2-135m, qwen2.5-0.5b or qwen2.5-1.5b"),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", metavar="INTEGER", min=1, help="tokens of a kernel's input; default: 2048")
+        int,
+        typer.Option(
+            "--tokens", metavar="INTEGER", min=1, help="tokens of a kernel's input; default: 2048", show_default=False
+        ),
     ] = 2048,
     steps_tokens: Annotated[
         str,
-        typer.Option("--steps-tokens", metavar="A,B", help="tokens of a step; default: 512,1024,2048,4096,8192"),
+        typer.Option(
+            "--steps-tokens",
+            metavar="A,B",
+            help="tokens of a step; default: 512,1024,2048,4096,8192",
+            show_default=False,
+        ),
     ] = "512,1024,2048,4096,8192",
     row: Annotated[
-        int, typer.Option("--row", metavar="INTEGER", min=2, help="tokens of a row at most; default: 512")
+        int,
+        typer.Option(
+            "--row", metavar="INTEGER", min=2, help="tokens of a row at most; default: 512", show_default=False
+        ),
     ] = 512,
     repeats: Annotated[
-        int, typer.Option("--repeats", metavar="INTEGER", min=1, help="timed calls of each; default: 7")
+        int,
+        typer.Option("--repeats", metavar="INTEGER", min=1, help="timed calls of each; default: 7", show_default=False),
     ] = 7,
     threads: Annotated[
         int | None,
