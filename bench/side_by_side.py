@@ -2,7 +2,8 @@
 
 SmolLM2-135M, r=16, alpha 32 on all seven linears, AdamW, clip 1.0, bf16 compute. The sides:
 
-    quatrain             NF4 with double quantisation, as it comes
+    quatrain             NF4 with double quantisation, as it comes: blocks are kept as far as memory allows
+    quatrain_lean        the same, every block recomputed
     peft_nf4             PEFT + bitsandbytes NF4 with double quantisation, its fastest: no gradient checkpointing
     peft_nf4_lean        the same with gradient checkpointing, its leanest
     peft_bf16            PEFT on plain bf16 weights, no quantisation
@@ -72,7 +73,9 @@ PEFT_SIDES = {
     "peft_bf16": {"nf4": False, "checkpointing": False},
     "peft_bf16_lean": {"nf4": False, "checkpointing": True},
 }
-SIDES = ("quatrain", *PEFT_SIDES)
+QUATRAIN_SIDES = {"quatrain": "auto", "quatrain_lean": "block"}
+"""Their `checkpoint`."""
+SIDES = (*QUATRAIN_SIDES, *PEFT_SIDES)
 
 Step = Callable[[Rows], tuple[float, float]]
 """One optimizer step: (mean loss, gradient norm before clipping)."""
@@ -155,7 +158,7 @@ def prepare(work: Path, workload: str, data: Path | None, steps: int, quick: boo
     base = open_source(str(work / "base"))
     export(base, work / "plain_bf16", "bf16", through_nf4=True)
     export(base, work / "plain_fp32", "fp32", through_nf4=True)
-    pipe = InstructPipeline.from_source(base, config(work, "bf16"))
+    pipe = InstructPipeline.from_source(base, config(work, "bf16", "auto"))
     generator = torch.Generator().manual_seed(0)
     for name, view in pipe.adapters.named().items():
         if name.endswith("lora_B.weight"):
@@ -178,13 +181,13 @@ def make_rows(tokenizer: Any, workload: str, data: Path | None, steps: int, quic
     return [rows[at : at + each] for at in range(0, each * steps, each)]
 
 
-def config(work: Path, dtype: str) -> Any:
+def config(work: Path, dtype: str, checkpoint: str) -> Any:
     from quatrain import InstructConfig
 
     return InstructConfig(
         lora_rank=RANK, lora_alpha=ALPHA, learning_rate=LEARNING_RATE, weight_decay=0.0, max_grad_norm=CLIP,
         clip="global", quantize="nf4", double_quant=True, compute_dtype=dtype, max_seq_len=LONGEST_ROW,
-        cache_dir=str(work / "cache"),
+        checkpoint=checkpoint, cache_dir=str(work / "cache"),
     )  # fmt: skip
 
 
@@ -200,8 +203,10 @@ def write_side(work: Path, side: str, threads: int, gate_only: bool) -> None:
     torch.set_num_threads(threads)
     dtype = "fp32" if gate_only else "bf16"
     steps: list[Rows] = json.loads((work / "steps.json").read_text(encoding="utf-8"))
-    make = quatrain_side(work, dtype) if side == "quatrain" else peft_side(work, dtype, **PEFT_SIDES[side])
-    step, gradients, fed = make
+    if side in QUATRAIN_SIDES:
+        step, gradients, fed = quatrain_side(work, dtype, QUATRAIN_SIDES[side])
+    else:
+        step, gradients, fed = peft_side(work, dtype, **PEFT_SIDES[side])
     loss, norm = step(steps[0])
     result: dict[str, Any] = {"loss": loss, "gradient_norm": norm, "ids": digest(fed(steps[0]))}
     result["adapter_tensors"] = all_have_gradients(side, gradients())
@@ -221,12 +226,12 @@ Side = tuple[Step, Callable[[], Iterator[tuple[str, Any]]], Callable[[Rows], Row
 """Its step; (name, gradient) of every A and B as the last step left them; the rows as its batches hold them."""
 
 
-def quatrain_side(work: Path, dtype: str) -> Side:
+def quatrain_side(work: Path, dtype: str, checkpoint: str) -> Side:
     from quatrain import InstructPipeline
     from quatrain.data.row import Row
     from quatrain.engine.inputs import pack_rows
 
-    pipe = InstructPipeline.from_pretrained(work / "base", config(work, dtype))
+    pipe = InstructPipeline.from_pretrained(work / "base", config(work, dtype, checkpoint))
     pipe.load_adapter(work / "adapter")
 
     def as_rows(rows: Rows) -> list[Row]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quatrain.ops.linear_lora import Linear, Lora
-from quatrain.profile.limits import Limits
+from quatrain.profile.limits import Limits, best_rate, matrix_product, memory_traffic
 from quatrain.profile.report import rows
 from quatrain.profile.spans import Profiler
 
@@ -18,10 +18,13 @@ from quatrain.profile.spans import Profiler
 class _Ops:
     linear_lora_forward: Callable[..., None]
     attention_forward: Callable[..., None]
+    lora_down_forward: Callable[..., None]
+    rope_forward: Callable[..., None]
+    adamw_step: Callable[..., None]
 
 
 def _ops(profiler: Profiler) -> _Ops:
-    return profiler.timed(_Ops(lambda *_: None, lambda *_: None))
+    return profiler.timed(_Ops(*[lambda *_: None] * 5))
 
 
 def _linear(n: int, k: int, r: int) -> Linear:
@@ -62,6 +65,21 @@ def test_attention_flops_count_visible_pairs(window: int | None, pairs: int) -> 
     assert profiler.spans()[0].flops == 2 * pairs * 4 * 8 * 2
 
 
+def test_what_is_updated_in_place_is_read_and_written() -> None:
+    profiler = Profiler(enabled=True)
+    x, table = torch.zeros(5, 4, 8), torch.zeros(5, 4)
+    ops = _ops(profiler)
+    ops.rope_forward(x, table, table)
+    ops.adamw_step(*[torch.zeros(100)] * 4, torch.zeros(()))
+    assert [span.bytes for span in profiler.spans()] == [2 * 4 * 160 + 2 * 4 * 20, 4 * (100 * 7 + 1)]
+
+
+def test_lora_down_has_its_flops() -> None:
+    profiler = Profiler(enabled=True)
+    _ops(profiler).lora_down_forward([torch.zeros(5, 2)], torch.zeros(5, 8), [_linear(4, 8, 2)], None)
+    assert profiler.spans()[0].flops == 2 * 5 * 2 * 8
+
+
 def test_report_gives_share_and_the_binding_limit() -> None:
     profiler = Profiler(enabled=True)
     _ops(profiler).linear_lora_forward([], [], torch.zeros(2, 8), [_linear(4, 8, 2)], None, None)
@@ -70,3 +88,12 @@ def test_report_gives_share_and_the_binding_limit() -> None:
     (row,) = rows([span], Limits(flops_per_second=100.0, bytes_per_second=10.0))
     assert row["share"] == 1.0
     assert row["percent_of_limit"] == pytest.approx(150.0)  # bytes bind: 15 a second of 10
+    assert row["limit"] == "memory"
+
+
+def test_the_best_rate_counts_the_work_that_was_done() -> None:
+    done = iter([1e9, 1.0, 8.0, 2.0])  # the first call warms up
+    assert 0 < best_rate(lambda: next(done), 3) < 1e9
+    copy, triad = memory_traffic(floats=1000)
+    assert (copy(), triad()) == (8000.0, 12000.0)
+    assert matrix_product(torch.float32, size=10)() == 2000.0
