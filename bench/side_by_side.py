@@ -5,6 +5,7 @@ SmolLM2-135M, r=16, alpha 32 on all seven linears, AdamW, clip 1.0, bf16 compute
     quatrain             NF4 with double quantisation, as it comes: blocks are kept as far as memory allows
     quatrain_lean        the same, every block recomputed
     peft_nf4             PEFT + bitsandbytes NF4 with double quantisation, its fastest: no gradient checkpointing
+    peft_nf4_autocast    the same under torch.autocast, as a Trainer with bf16=True runs it
     peft_nf4_lean        the same with gradient checkpointing, its leanest
     peft_bf16            PEFT on plain bf16 weights, no quantisation
     peft_bf16_lean       the same with gradient checkpointing
@@ -68,9 +69,10 @@ FP32_LOSS, FP32_NORM, BF16_LOSS = 1e-3, 1e-2, 0.03
 """The bounds of the gate, relative."""
 ROWS_PER_STEP = {"4x512": 4, "gsm8k": 8}
 PEFT_SIDES = {
-    "peft_nf4": {"nf4": True, "checkpointing": False},
+    "peft_nf4": {"nf4": True},
+    "peft_nf4_autocast": {"nf4": True, "autocast": True},
     "peft_nf4_lean": {"nf4": True, "checkpointing": True},
-    "peft_bf16": {"nf4": False, "checkpointing": False},
+    "peft_bf16": {"nf4": False},
     "peft_bf16_lean": {"nf4": False, "checkpointing": True},
 }
 QUATRAIN_SIDES = {"quatrain": "auto", "quatrain_lean": "block"}
@@ -251,7 +253,7 @@ def quatrain_side(work: Path, dtype: str, checkpoint: str) -> Side:
     return step, lambda: iter(pipe.adapters.named_grads().items()), fed
 
 
-def peft_side(work: Path, dtype: str, *, nf4: bool, checkpointing: bool) -> Side:
+def peft_side(work: Path, dtype: str, *, nf4: bool, checkpointing: bool = False, autocast: bool = False) -> Side:
     import torch
 
     base, kind = work / ("base" if nf4 else f"plain_{dtype}"), {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
@@ -261,7 +263,8 @@ def peft_side(work: Path, dtype: str, *, nf4: bool, checkpointing: bool) -> Side
 
     def step(rows: Rows) -> tuple[float, float]:
         optimizer.zero_grad()
-        total, count = peft_loss(model, rows)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and dtype == "bf16"):
+            total, count = peft_loss(model, rows)
         loss = total / count
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained.values(), CLIP)

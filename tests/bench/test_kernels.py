@@ -63,10 +63,8 @@ def test_the_gate_stops_a_peer_with_other_work(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_rows_have_work_and_times() -> None:
-    timed = measure_kernels(
-        TINY, tokens=64, row=32, rank=4, dtype=torch.float32,
-        backend=select_backend("cpu", torch.float32, "reference"), repeats=1,
-    )  # fmt: skip
+    backend = select_backend("cpu", torch.float32, "reference")
+    timed = [*measure_kernels(TINY, tokens=64, row=32, rank=4, dtype=torch.float32, backend=backend, repeats=1)]
     rows = {row["kernel"]: row for row in table(timed, Limits(1e12, 1e11))}
     assert {f"{group} {way}" for group in ("q+k+v", "o", "gate+up", "down") for way in ("forward", "backward")} < {
         *rows

@@ -7,7 +7,7 @@ torch take turns, and a sweep over memory before each call empties the caches.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,18 +41,14 @@ class Timed:
 
 
 def measure_kernels(
-    spec: ModelSpec, *, tokens: int, row: int, rank: int, dtype: torch.dtype, backend: Backend, repeats: int,
-    done: Callable[[str], None] = lambda name: None,
-) -> list[Timed]:  # fmt: skip
-    """Gate, then medians over `repeats`; `done` hears the name of each case. Raises KernelError at the gate."""
+    spec: ModelSpec, *, tokens: int, row: int, rank: int, dtype: torch.dtype, backend: Backend, repeats: int
+) -> Iterator[Timed]:
+    """Gate, then medians over `repeats`, one kernel after the other. Raises KernelError at the gate."""
     gate(spec, rank, dtype, backend)
     world = World(spec, tokens, row, rank, dtype, backend.quantize)
     kernels, sweep = Kernels.bind(backend, world), torch.empty(2 * cache_bytes(), dtype=torch.uint8)
-    timed = []
     for case in cases(world, backend.dequantize):
-        timed.append(_time(case, kernels, backend, repeats, lambda: sweep.add_(1)))
-        done(case.name)
-    return timed
+        yield _time(case, kernels, backend, repeats, lambda: sweep.add_(1))
 
 
 def table(timed: list[Timed], limits: Limits) -> list[dict[str, Any]]:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from quatrain.config import InstructConfig
 from quatrain.errors import KernelError, QuatrainError
 from quatrain.profile.limits import Limits
+from quatrain.profile.report import rows
+from quatrain.profile.spans import Span
 
 if TYPE_CHECKING:
     from quatrain.data.row import Row
@@ -38,7 +40,24 @@ class Request:
     threads: int
     repeats: int
     options: dict[str, Any]
-    limits: Limits
+
+
+def row(measured: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """What `measure_apart` gave, with rates and percents: of the step by its products alone, of each op by the limit
+    that binds it."""
+    if "error" in measured:
+        return measured
+    spans = [Span(**span) for span in measured["spans"]]
+    step = Span("", None, "step", 1, measured["ms"] / 1e3, 0.0, sum(span.flops for span in spans))
+    (whole,) = rows([step], limits)
+    rest = {name: value for name, value in measured.items() if name != "spans"}
+    return {
+        **rest,
+        "tokens_per_second": measured["tokens"] / step.seconds,
+        "gflops": whole["gflops"],
+        "percent_of_peak": whole["percent_of_limit"],
+        "ops": rows(spans, limits),
+    }
 
 
 def measure_apart(request: Request) -> dict[str, Any]:
@@ -53,14 +72,13 @@ def measure_apart(request: Request) -> dict[str, Any]:
 
 
 def measure(request: Request) -> dict[str, Any]:
-    """Median of `repeats` optimizer steps in this process, as JSON values. Raises KernelError at the gate, PlanError
-    where the step does not fit."""
+    """Median of `repeats` optimizer steps in this process, and the spans of one more, as JSON values.
+
+    Raises KernelError at the gate, PlanError where the step does not fit."""
     import torch
 
     from quatrain.bench.shapes import open_model
     from quatrain.memory.process import peak_resident_bytes
-    from quatrain.profile.report import rows as report
-    from quatrain.profile.spans import Span
     from quatrain.train.pipeline import InstructPipeline
 
     torch.set_num_threads(request.threads)
@@ -70,34 +88,28 @@ def measure(request: Request) -> dict[str, Any]:
     pipe = InstructPipeline.from_source(
         open_model(request.model, request.shape), InstructConfig(**request.options, **own)
     )
-    rows = _rows(request, pipe.spec.vocab_size)
+    stream = _rows(request, pipe.spec.vocab_size)
     for _ in range(WARM_UP):
-        loss = pipe.train_micro_batches([rows]).loss
+        loss = pipe.train_micro_batches([stream]).loss
     _gate(pipe, loss)
     seconds = []
     for _ in range(request.repeats):
         start = time.perf_counter()
-        pipe.train_micro_batches([rows])
+        pipe.train_micro_batches([stream])
         seconds.append(time.perf_counter() - start)
     peak = peak_resident_bytes()
     pipe.profiler.enabled = True
-    pipe.train_micro_batches([rows])
-    spans = pipe.profiler.by_op()
-    step = Span("", None, "step", 1, median(seconds), 0.0, sum(span.flops for span in spans))
-    (whole,) = report([step], request.limits)
+    pipe.train_micro_batches([stream])
     return {
         "tokens": request.tokens,
-        "rows": len(rows),
-        "ms": 1e3 * step.seconds,
+        "rows": len(stream),
+        "ms": 1e3 * median(seconds),
         "all_ms": [1e3 * each for each in seconds],
-        "tokens_per_second": request.tokens / step.seconds,
-        "gflops": whole["gflops"],
-        "percent_of_peak": whole["percent_of_limit"],
         "recomputed_blocks": pipe.layout.first_kept,
         "planned_bytes": pipe.plan().total_bytes,
         "measured_peak_bytes": peak,
         "loss": loss,
-        "ops": report(spans, request.limits),
+        "spans": [asdict(span) for span in pipe.profiler.by_op()],
     }
 
 
@@ -121,8 +133,7 @@ def _gate(pipe: InstructPipeline, loss: float) -> None:
 
 
 def main() -> None:
-    given = json.loads(sys.argv[1])
-    request = Request(**{**given, "limits": Limits(**given["limits"])})
+    request = Request(**json.loads(sys.argv[1]))
     try:
         result = measure(request)
     except QuatrainError as error:

@@ -22,9 +22,9 @@ HELP = """Measure this machine: its limits, every kernel against them and beside
 
 Nothing but Quatrain and torch is needed. Every kernel must agree with the reference op on a small input before it is
 timed; times are medians of repeats in turns, with empty caches. `peak` is the share of the limit that binds, products
-or memory, both measured in the same run; `torch` is torch's own op at the same work (for linears its product with a
-weight that is already dense), `x` its time over ours. Each length of a step runs in a fresh process. With --shape the
-weights are random and nothing is read.
+or memory; the limits are the best rates of the whole run, in which they are looked at again and again. `torch` is
+torch's own op at the same work (for linears its product with a weight that is already dense), `x` its time over ours.
+Each length of a step runs in a fresh process. With --shape the weights are random and nothing is read.
 
 Example: quatrain bench --shape qwen2.5-0.5b --only kernels --json bench.json
 """
@@ -99,7 +99,7 @@ def command(
     report = _measure(bench, only, stdout())
     if json_file:
         Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if any("error" in step for step in report.get("steps", ())):
+    if any("error" in step for step in report["steps"]):
         raise typer.Exit(1)
 
 
@@ -112,33 +112,28 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _measure(bench: Bench, only: str | None, console: Console) -> dict[str, Any]:
     """Prints each part as soon as it is there; returns all of them."""
-    from dataclasses import asdict
-
+    from quatrain.bench.kernels import table
     from quatrain.cli.console import block
     from quatrain.cli.doctor import examine
 
     machine = examine()
-    shown = ("system", "cpu", "memory", "torch", "packages")
-    report: dict[str, Any] = {**bench.facts(), "machine": {name: machine[name] for name in shown}}
     spec, cpu = bench.source.spec, machine["cpu"]
     block(console, "machine", [f"{cpu['name']}, {cpu['usable']} cores", " ".join(cpu["features"])])
-    block(console, "model", [f"{report['model']}: {spec.num_layers} layers, hidden size {spec.hidden_size}"])
+    block(console, "model", [f"{bench.source.name}: {spec.num_layers} layers, hidden size {spec.hidden_size}"])
     block(console, "kernels", [f"{bench.backend.name}: {bench.backend.reason}; {bench.dtype_name}"])
-    limits = bench.limits()
-    report["limits"] = {name: asdict(limit) for name, limit in limits.items()}
-    rates = [f"{limit.flops_per_second / 1e9:,.0f} GFLOP/s {name}" for name, limit in limits.items()]
-    own = limits[bench.dtype_name]
-    block(console, "limits", [", ".join([*rates, f"{own.bytes_per_second / 1e9:,.1f} GB/s"])])
+    bench.look_at_limits()
     if only != "steps":
         with console.status("checking the kernels against the reference ops") as status:
-            report["rows"] = rows = bench.kernels(own, lambda name: status.update(f"measured {name}"))
-        block(console, f"{bench.tokens}", _kernel_lines(rows))
+            for name in bench.measure_kernels():
+                status.update(f"measured {name}")
+        block(console, f"{bench.tokens}", _kernel_lines(table(bench.timed, bench.limits)))
     if only != "kernels":
-        report["steps"] = []
-        for step in bench.steps(own):
-            report["steps"].append(step)
+        for step in bench.measure_steps():
             block(console, f"{step['tokens']}", [_step_line(step)])
-    return report
+    rates = [f"{flops / 1e9:,.0f} GFLOP/s {name}" for name, flops in bench.flops.items()]
+    block(console, "limits", [", ".join([*rates, f"{bench.bandwidth / 1e9:,.1f} GB/s"])])
+    shown = ("system", "cpu", "memory", "torch", "packages")
+    return {**bench.report(), "machine": {name: machine[name] for name in shown}}
 
 
 def _kernel_lines(rows: list[dict[str, Any]]) -> list[str]:

@@ -21,12 +21,6 @@ class Limits:
     bytes_per_second: float
 
 
-def measure(product: Work, repeats: int = 9) -> Limits:
-    """The best rates of `repeats`: of `product`, and of memory as the faster of a copy and a triad. A limit is what is
-    possible, so the best counts and not the median. The memory measurement takes 0.4 GB for a second."""
-    return Limits(best_rate(product, repeats), max(best_rate(work, repeats) for work in memory_traffic()))
-
-
 def matrix_product(dtype: torch.dtype, size: int = 1024) -> Work:
     """Torch's product of two [size, size] matrices: the limit where there are no kernels that know theirs."""
     a, b, out = (torch.randn(size, size).to(dtype) for _ in range(3))
@@ -39,7 +33,8 @@ def matrix_product(dtype: torch.dtype, size: int = 1024) -> Work:
 
 
 def memory_traffic(floats: int = _FLOATS) -> tuple[Work, Work]:
-    """A copy, b = a, and a triad, c = a + s b, over fp32 arrays; bytes read plus bytes written."""
+    """A copy, b = a, and a triad, c = a + s b, over fp32 arrays (0.4 GB as long as the two are kept); bytes read plus
+    bytes written."""
     a, b, c = (torch.ones(floats) for _ in range(3))
 
     def copy() -> float:
@@ -54,7 +49,8 @@ def memory_traffic(floats: int = _FLOATS) -> tuple[Work, Work]:
 
 
 def best_rate(work: Work, repeats: int) -> float:
-    """The highest rate of `repeats` calls, after one that is not counted."""
+    """The highest rate of `repeats` calls, after one that is not counted. A limit is what is possible, so the best
+    counts and not the median."""
     work()
     best = 0.0
     for _ in range(repeats):
