@@ -131,7 +131,7 @@ def test_without_the_library_the_reason_says_what_to_do(monkeypatch: pytest.Monk
         assert not ok
         assert "not installed" in reason and "pip install" in reason
         with pytest.raises(KernelError, match="not installed"):
-            library.context("portable", 1)
+            library.Context("portable", 1)
     finally:
         library.load.cache_clear()
 
