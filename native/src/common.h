@@ -141,6 +141,24 @@ inline float max_lanes(f32x16 x) {
 #endif
 }
 
+using f64x8 = double __attribute__((vector_size(64)));
+using f32x8 = float __attribute__((vector_size(32)));
+// Sums of squares in fp64, sixteen at a time and always in the same order.
+struct Squares {
+  f64x8 low = {}, high = {};
+  void add(f32x16 x) {
+    f32x8 halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    const f64x8 a = __builtin_convertvector(halves[0], f64x8), b = __builtin_convertvector(halves[1], f64x8);
+    low += a * a;
+    high += b * b;
+  }
+  double total() const {
+    const f64x8 lanes = low + high;
+    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+  }
+};
+
 // 1 / x to 1 ULP, for x that is neither denormal nor close to overflow.
 inline f32x16 reciprocal16(f32x16 x) {
 #if defined(__AVX512F__)

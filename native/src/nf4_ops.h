@@ -199,26 +199,6 @@ inline f32x16 values16(const uint8_t *codes, f32x16 table) {
 #endif
 }
 
-using f64x8 = double __attribute__((vector_size(64)));
-struct Squares {
-  f64x8 low = {}, high = {};
-  void add(f32x16 x) {
-#if defined(__AVX512F__)
-    const f64x8 a = as<f64x8>(_mm512_cvtps_pd(_mm512_castps512_ps256(as<__m512>(x))));
-    const f64x8 b = as<f64x8>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(as<__m512>(x), 1)));
-#else
-    f64x8 a, b;
-    for (int i = 0; i < 8; ++i) a[i] = x[i], b[i] = x[i + 8];
-#endif
-    low += a * a;
-    high += b * b;
-  }
-  double total() const {
-    const f64x8 lanes = low + high;
-    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-  }
-};
-
 // *error and *norm = the sums of (w - values)^2 and values^2, added up in fixed parts.
 template <class T>
 int nf4_error(Pool &pool, double *error, double *norm, const qt_weight &w, const T *values) {

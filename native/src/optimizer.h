@@ -14,9 +14,9 @@ inline int sum_squares(Pool &pool, double *out, const float *grad, int64_t n, do
   const int64_t pieces = ceil_div(n, kSumPiece);
   pool.parallel_for(pieces, [&](int64_t item, int32_t) {
     const int64_t end = (item + 1) * kSumPiece < n ? (item + 1) * kSumPiece : n;
-    double lanes[8] = {};
-    for (int64_t i = item * kSumPiece; i < end; ++i) lanes[i & 7] += static_cast<double>(grad[i]) * grad[i];
-    partial[item] = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+    Squares squares;
+    for (int64_t i = item * kSumPiece; i < end; i += kLanes) squares.add(load_part(grad + i, end - i));
+    partial[item] = squares.total();
   });
   double sum = 0.0;
   for (int64_t i = 0; i < pieces; ++i) sum += partial[i];
@@ -25,10 +25,14 @@ inline int sum_squares(Pool &pool, double *out, const float *grad, int64_t n, do
 }
 
 inline f32x16 sqrt16(f32x16 x) {
+#if defined(__AVX512F__)
+  return as<f32x16>(_mm512_sqrt_ps(as<__m512>(x)));
+#else
   alignas(64) float v[kLanes];
   store16(v, x);
   for (int64_t i = 0; i < kLanes; ++i) v[i] = std::sqrt(v[i]);
   return load16(v);
+#endif
 }
 
 // One AdamW step on param, exp_avg, exp_avg_sq [n]; scale, lr, step and skip are read from memory. `copy` (or NULL) gets
