@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+# Triton kernels run in Triton's interpreter. It wants this before anything imports triton (bitsandbytes does); tests of
+# the compiler start a process without it.
+os.environ["TRITON_INTERPRET"] = "1"
+
 ROOT = Path(__file__).resolve().parents[1]
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 

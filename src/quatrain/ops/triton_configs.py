@@ -49,6 +49,8 @@ SHARED_KB = {"turing": 64, "ampere": 163, "ada": 99, "hopper": 227, "cdna": 64}
 
 TABLE: dict[str, dict[str, Config]] = {
     "elementwise": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
+    # Bit for bit the reference: no product may be contracted into the sum that follows it.
+    "nf4_dequantize": {"*": {"BLOCKS": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}},
 }
 
 
