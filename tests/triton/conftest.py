@@ -11,6 +11,8 @@ import pytest
 import torch
 from ops.memory import GuardedMemory
 
+from quatrain.ops.select import Ops
+
 pytest.importorskip("triton.language", reason="triton is not installed")
 
 
@@ -26,6 +28,24 @@ def memory() -> Iterator[GuardedMemory]:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """The compute dtype."""
     return request.param
+
+
+@pytest.fixture
+def ops(memory: GuardedMemory) -> Ops:
+    """The Triton ops."""
+    return make_ops(memory)
+
+
+@pytest.fixture
+def fp32_ops(memory: GuardedMemory) -> Ops:
+    """The same, for oracles that are about fp32."""
+    return make_ops(memory)
+
+
+def make_ops(memory: GuardedMemory) -> Ops:
+    from quatrain.ops.triton_backend import triton_ops
+
+    return triton_ops(memory.output(4 << 20, dtype=torch.uint8))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from quatrain.errors import KernelError
@@ -116,12 +117,14 @@ class Backend:
 
 
 def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threads: int = 1) -> Backend:
-    """The ops for a device and an activation dtype.
+    """The ops for a device ("cpu" or "cuda") and an activation dtype.
 
-    `kernels`: "auto" is the strongest instruction set that build and machine share, or the reference ops where there is
+    `kernels`, for the CPU: "auto" is the strongest instruction set that build and machine share, or the reference ops where there is
     none; "reference" or the name of an instruction set asks for that one. Raises KernelError for what is not there."""
+    if device == "cuda":
+        return _cuda(dtype, kernels)
     if device != "cpu":
-        raise KernelError(f"no kernels for device {device!r}", hint="use --device cpu")
+        raise KernelError(f"no kernels for device {device!r}: want cpu or cuda", hint="use --device cpu")
     if kernels == "reference":
         return _reference("as asked")
     from quatrain.ops import library
@@ -152,6 +155,47 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
         keeps_logits=False,
         own_threads=True,
     )
+
+
+def _cuda(dtype: torch.dtype, kernels: str) -> Backend:
+    """The Triton kernels on this machine's GPU. Raises KernelError where something they need is missing."""
+    import torch
+
+    if kernels != "auto":
+        raise KernelError(f"kernels {kernels!r} are for the CPU", hint="use --kernels auto, or --device cpu")
+    if not torch.cuda.is_available():
+        raise KernelError(f"device cuda: torch {torch.__version__} sees no GPU", hint="use --device cpu")
+    if not find_spec("triton"):
+        raise KernelError("device cuda: Triton is not installed", hint="pip install triton, or use --device cpu")
+    from quatrain.ops.triton_configs import architecture
+
+    return triton_backend(dtype, architecture(torch.device("cuda", torch.cuda.current_device())))
+
+
+def triton_backend(dtype: torch.dtype, arch: str) -> Backend:
+    """The Triton kernels for an architecture (`ops/triton_configs.CLASSES`). Making one needs neither a GPU nor Triton:
+    a plan can be made anywhere. Raises KernelError for a dtype that the architecture has no kernels for."""
+    import torch
+
+    from quatrain.ops import triton_sizes
+
+    known = [torch.float32, torch.float16, *([] if arch == "sm_75" else [torch.bfloat16])]
+    if dtype not in known:
+        names = ", ".join(str(one).removeprefix("torch.") for one in known)
+        raise KernelError(f"Triton kernels on {arch}: want one of {names}, got {dtype}", hint="use --compute-dtype fp16")
+
+    def bind(scratch: torch.Tensor) -> Ops:
+        from quatrain.ops.triton_backend import triton_ops
+
+        return triton_ops(scratch)
+
+    def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
+        return select_backend("cpu", torch.float32).quantize(weight, double_quant=double_quant)
+
+    return Backend(
+        f"triton {arch}", "the GPU's own kernels", triton_sizes.scratch_bytes, lambda sizes: 0, bind, quantize,
+        head_chunk=triton_sizes.head_chunk,
+    )  # fmt: skip
 
 
 def _reference(reason: str) -> Backend:

@@ -7,7 +7,7 @@ How an op's `triton.py` plugs in (it is imported where it is first needed, never
    have memory, read nothing back to the host and pass `**config_for("<table key>", tensor)` to the kernel:
    block sizes (its constexprs), `num_warps`, `num_stages`, `enable_fp_fusion`. Scratch is cut from the one scratch tensor
    by `ops/triton_runtime.carve`, whose twin `carved_bytes` tells the planner.
-2. Its kernels' rows stand in `TABLE` under one key each. A row maps "class/dtype", "class", "*/dtype" or "*" to a
+2. Its kernels' rows stand in `TABLE` under one key each. A row maps "class/dtype", "*/dtype", "class" or "*" to a
    configuration; the first of these that is there is taken.
 3. `cases(arch: str, dtype: str) -> list[Case]` says what `scripts/compile_kernels.py` compiles: every kernel in every
    variant that a default run uses (dtype "fp32", "bf16" or "fp16"; arch as in `CLASSES`), with `config(key, arch, dtype)`
@@ -49,9 +49,46 @@ SHARED_KB = {"turing": 64, "ampere": 163, "ada": 99, "hopper": 227, "cdna": 64}
 
 TABLE: dict[str, dict[str, Config]] = {
     "elementwise": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
+    "rms_norm": {"*": {"num_warps": 4, "num_stages": 1}},
+    "rope": {"*": {"ROWS": 32, "num_warps": 4, "num_stages": 1}},
+    "sum_squares": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
     # Bit for bit the reference: no product may be contracted into the sum that follows it.
     "nf4_dequantize": {"*": {"BLOCKS": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}},
 }
+
+
+def _gemm(a: int, b: int, c: int, warps: int, stages: int) -> Config:
+    """Blocks of tokens, out_features and in_features."""
+    return {"BLOCK_T": a, "BLOCK_N": b, "BLOCK_K": c, "num_warps": warps, "num_stages": stages}
+
+
+# The epilogue alone ("blas"), products over a weight in memory ("dense") and products over NF4 ("fused", whose block of
+# in_features is a block of codes).
+_EPILOGUE = {"*": _gemm(64, 64, 64, 4, 1), "turing": _gemm(32, 32, 32, 4, 1), "*/fp32": _gemm(32, 64, 32, 4, 1)}
+_DENSE = {"*": _gemm(128, 128, 64, 8, 3), "turing": _gemm(32, 32, 32, 4, 1), "*/fp32": _gemm(64, 64, 16, 8, 2)}
+_FUSED = {"*": _gemm(64, 64, 64, 4, 2), "turing": _gemm(32, 32, 64, 4, 1), "*/fp32": _gemm(32, 32, 64, 4, 1)}
+TABLE |= {
+    "linear_forward/blas": _EPILOGUE,
+    "linear_backward/blas": _EPILOGUE,
+    "linear_forward/dense": _DENSE,
+    "linear_backward/dense": _DENSE,
+    "linear_forward/fused": _FUSED,
+    "linear_backward/fused": _FUSED,
+    "lora_down": {"*": {"BLOCK_T": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}},
+    "lora_grad": {"*": {"BLOCK_T": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 2}},
+    "add_partials": {"*": {"BLOCK": 256, "num_warps": 2, "num_stages": 1}},
+}
+
+PRODUCTS: dict[str, tuple[int, float]] = {
+    "*": (64, 2**35),
+    "hopper": (64, 2**34),
+    "ampere": (128, 2**35),
+    "ada": (128, 2**35),
+    "turing": (16, 0),
+    "*/fp32": (0, 0),
+}
+"""class/dtype, */dtype, class or * -> (tokens up to which a product reads NF4 itself, multiply-adds from which cuBLAS
+does it). A starting point from published measurements of others, to be measured again on each class."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +103,22 @@ class Case:
 
 def config(key: str, arch: str, dtype: str) -> Config:
     """The configuration of table row `key`. FP contraction is on unless the row says otherwise."""
-    row, kind = TABLE[key], CLASSES.get(arch, "ampere")
-    names = (f"{kind}/{dtype}", kind, f"*/{dtype}", "*")
-    return {"enable_fp_fusion": True, **next(row[name] for name in names if name in row)}
+    return {"enable_fp_fusion": True, **_best(TABLE[key], arch, dtype)}
+
+
+def _best(row: dict[str, Any], arch: str, dtype: str) -> Any:
+    kind = CLASSES[arch]
+    names = (f"{kind}/{dtype}", f"*/{dtype}", kind, "*")
+    return next(row[name] for name in names if name in row)
+
+
+def product_path(x: torch.Tensor, n: int, *, fused: bool) -> str:
+    """"fused", "dense" or "blas" (see `ops/linear_lora/triton.py`) for x [T, K] and a weight [n, K]; `fused`: whether that
+    is possible."""
+    fused_tokens, blas_work = _best(PRODUCTS, architecture(x.device), DTYPE_NAMES[str(x.dtype)])
+    if fused and x.shape[0] <= fused_tokens:
+        return "fused"
+    return "blas" if x.shape[0] * x.shape[1] * n >= blas_work else "dense"
 
 
 def config_for(key: str, tensor: torch.Tensor) -> Config:
@@ -81,6 +131,7 @@ DTYPE_NAMES = {
     "torch.bfloat16": "bf16",
     "torch.float16": "fp16",
     "torch.float64": "fp64",
+    "torch.int64": "int64",
 }
 """Triton's names of torch's dtypes."""
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from quatrain.errors import KernelError
-
-ALIGNMENT = 256
-
-Part = tuple[Sequence[int], torch.dtype]
-"""Shape and dtype of a temporary."""
+from quatrain.ops.triton_sizes import Part, aligned, carved_bytes
 
 
 def contiguous(op: str, *tensors: torch.Tensor | None) -> None:
@@ -34,14 +29,5 @@ def carve(op: str, scratch: torch.Tensor, *parts: Part) -> list[torch.Tensor]:
     for shape, dtype in parts:
         size = math.prod(shape) * dtype.itemsize
         views.append(scratch[start : start + size].view(dtype).view(*shape))
-        start += _aligned(size)
+        start += aligned(size)
     return views
-
-
-def carved_bytes(*parts: Part) -> int:
-    """The bytes that `carve` needs."""
-    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in parts)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
