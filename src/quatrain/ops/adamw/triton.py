@@ -25,7 +25,7 @@ def adamw_kernel(
     beta1: tl.constexpr, beta2: tl.constexpr, eps: tl.constexpr, weight_decay: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    update = (at < n) & (tl.load(skip) == 0)
+    update = at < n * (1 - tl.load(skip).to(tl.int32))
     t = (tl.load(step) + 1).to(tl.float64)
     rate = tl.load(lr)
     decay = (1 - rate * weight_decay).to(tl.float32)
