@@ -64,5 +64,6 @@ def test_the_compute_copy_follows_and_a_skipped_step_leaves_it(memory: GuardedMe
         param, m, v = (memory.holding(torch.rand(9, generator=random)) for _ in range(3))
         copy = memory.holding(torch.full((9,), -3.0, dtype=torch.float16))
         one = torch.tensor(1.0).double()
-        adamw_step(param, m, v, torch.ones(9), one, torch.tensor(skip), one, torch.tensor(4), (0.9, 0.99), 1e-8, 0.0, copy)
+        scalars = one, torch.tensor(skip), one, torch.tensor(4)
+        adamw_step(param, m, v, torch.ones(9), *scalars, (0.9, 0.99), 1e-8, 0.0, copy)
         assert torch.equal(copy, torch.full_like(copy, -3.0) if skip else param.half())

@@ -119,8 +119,9 @@ class Backend:
 def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threads: int = 1) -> Backend:
     """The ops for a device ("cpu" or "cuda") and an activation dtype.
 
-    `kernels`, for the CPU: "auto" is the strongest instruction set that build and machine share, or the reference ops where there is
-    none; "reference" or the name of an instruction set asks for that one. Raises KernelError for what is not there."""
+    `kernels`, for the CPU: "auto" is the strongest instruction set that build and machine share, or the reference ops
+    where there is none; "reference" or the name of an instruction set asks for that one. Raises KernelError for what is
+    not there."""
     if device == "cuda":
         return _cuda(dtype, kernels)
     if device != "cpu":
@@ -182,7 +183,7 @@ def triton_backend(dtype: torch.dtype, arch: str) -> Backend:
     known = [torch.float32, torch.float16, *([] if arch == "sm_75" else [torch.bfloat16])]
     if dtype not in known:
         names = ", ".join(str(one).removeprefix("torch.") for one in known)
-        raise KernelError(f"Triton kernels on {arch}: want one of {names}, got {dtype}", hint="use --compute-dtype fp16")
+        raise KernelError(f"Triton kernels for {arch}: want {names}, got {dtype}", hint="use --compute-dtype fp16")
 
     def bind(scratch: torch.Tensor) -> Ops:
         from quatrain.ops.triton_backend import triton_ops

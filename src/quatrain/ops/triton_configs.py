@@ -1,21 +1,21 @@
-"""Block sizes, warps and stages of every Triton kernel for every class of GPU. Nothing is tuned at run time, so a kernel
-is compiled once and a captured graph is never surprised.
+"""Block sizes, warps and stages of every Triton kernel for every class of GPU. Nothing is tuned at run time, so that a
+kernel is compiled once and a captured graph is never surprised.
 
 How an op's `triton.py` plugs in (it is imported where it is first needed, never at start-up):
 
-1. Launch functions have the grammar of the op's reference (outputs, inputs, scalars, scratch), take tensors that already
-   have memory, read nothing back to the host and pass `**config_for("<table key>", tensor)` to the kernel:
-   block sizes (its constexprs), `num_warps`, `num_stages`, `enable_fp_fusion`. Scratch is cut from the one scratch tensor
-   by `ops/triton_runtime.carve`, whose twin `carved_bytes` tells the planner.
+1. Launch functions have the grammar of the op's reference (outputs, inputs, scalars, scratch), take tensors that
+   already have memory, read nothing back to the host and pass `**config_for("<table key>", tensor)` to the kernel:
+   block sizes (its constexprs), `num_warps`, `num_stages`, `enable_fp_fusion`. Scratch is cut from the one scratch
+   tensor by `ops/triton_runtime.carve`; `ops/triton_sizes` tells the planner how much.
 2. Its kernels' rows stand in `TABLE` under one key each. A row maps "class/dtype", "*/dtype", "class" or "*" to a
    configuration; the first of these that is there is taken.
 3. `cases(arch: str, dtype: str) -> list[Case]` says what `scripts/compile_kernels.py` compiles: every kernel in every
-   variant that a default run uses (dtype "fp32", "bf16" or "fp16"; arch as in `CLASSES`), with `config(key, arch, dtype)`
-   among the constexprs. The script finds every `ops/*/triton*.py` that has such a function.
+   variant that a default run uses (dtype "fp32", "bf16" or "fp16"; arch as in `CLASSES`), with
+   `config(key, arch, dtype)` among the constexprs. The script finds every `ops/**/triton*.py` that has this function.
 
 `Case.types` names the arguments that are not constexprs, in order, separated by blanks: "*fp32" a pointer (16-byte
 aligned, as the arena's slots are), "i32", "fp32" scalars, "i32:16" a multiple of 16 (Triton specialises on that at
-run time, so compile what models have), "-" None.
+run time, so compile what models have), "1" and "-" the constants 1 (specialised as well) and None.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ CLASSES = {
     "sm_120": "ada",
     "gfx942": "cdna",
 }
-"""Architecture -> class. `ada` is what has 99 KB of shared memory a block, consumer Blackwell included; `hopper` has 227,
-`ampere` 163, `turing` and `cdna` 64. Turing has no bf16, and Triton no tensor cores for it: products go to cuBLAS."""
+"""Architecture -> class. `ada` is what has 99 KB of shared memory a block, consumer Blackwell included. Turing has no
+bf16, and Triton does not use its tensor cores: products go to cuBLAS."""
 
 SHARED_KB = {"turing": 64, "ampere": 163, "ada": 99, "hopper": 227, "cdna": 64}
 
@@ -65,7 +65,12 @@ def _gemm(a: int, b: int, c: int, warps: int, stages: int) -> Config:
 # The epilogue alone ("blas"), products over a weight in memory ("dense") and products over NF4 ("fused", whose block of
 # in_features is a block of codes).
 _EPILOGUE = {"*": _gemm(64, 64, 64, 4, 1), "turing": _gemm(32, 32, 32, 4, 1), "*/fp32": _gemm(32, 64, 32, 4, 1)}
-_DENSE = {"*": _gemm(128, 128, 64, 8, 3), "turing": _gemm(32, 32, 32, 4, 1), "*/fp32": _gemm(64, 64, 16, 8, 2)}
+_DENSE = {
+    "*": _gemm(128, 128, 64, 8, 3),
+    "cdna": _gemm(128, 128, 64, 8, 2),
+    "turing": _gemm(32, 32, 32, 4, 1),
+    "*/fp32": _gemm(64, 64, 16, 8, 2),
+}
 _FUSED = {"*": _gemm(64, 64, 64, 4, 2), "turing": _gemm(32, 32, 64, 4, 1), "*/fp32": _gemm(32, 32, 64, 4, 1)}
 TABLE |= {
     "linear_forward/blas": _EPILOGUE,
@@ -75,7 +80,10 @@ TABLE |= {
     "linear_forward/fused": _FUSED,
     "linear_backward/fused": _FUSED,
     "lora_down": {"*": {"BLOCK_T": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}},
-    "lora_grad": {"*": {"BLOCK_T": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 2}},
+    "lora_grad": {
+        "*": {"BLOCK_T": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 2},
+        "turing": {"BLOCK_T": 32, "BLOCK_C": 32, "num_warps": 4, "num_stages": 1},
+    },
     "add_partials": {"*": {"BLOCK": 256, "num_warps": 2, "num_stages": 1}},
 }
 
@@ -113,8 +121,8 @@ def _best(row: dict[str, Any], arch: str, dtype: str) -> Any:
 
 
 def product_path(x: torch.Tensor, n: int, *, fused: bool) -> str:
-    """"fused", "dense" or "blas" (see `ops/linear_lora/triton.py`) for x [T, K] and a weight [n, K]; `fused`: whether that
-    is possible."""
+    """How x [T, K] is multiplied by a weight [n, K]: "fused", "dense" or "blas" (see `ops/linear_lora/triton.py`).
+    `fused`: whether that is possible."""
     fused_tokens, blas_work = _best(PRODUCTS, architecture(x.device), DTYPE_NAMES[str(x.dtype)])
     if fused and x.shape[0] <= fused_tokens:
         return "fused"
@@ -138,8 +146,8 @@ DTYPE_NAMES = {
 
 @functools.cache
 def architecture(device: torch.device) -> str:
-    """The entry of `CLASSES` for a device: its own, or the newest one before it. CPU tensors (Triton's interpreter) take
-    the rows of sm_80. Raises KernelError for a GPU older than sm_75."""
+    """The entry of `CLASSES` for a device: its own, or the newest one before it. CPU tensors (Triton's interpreter)
+    take the rows of sm_80. Raises KernelError for a GPU older than sm_75."""
     import torch
 
     if device.type == "cpu":

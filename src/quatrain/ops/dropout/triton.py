@@ -52,7 +52,7 @@ def dropout_keys(
 
 
 def mask_arguments(dropout: Dropout | None, index: int) -> tuple[torch.Tensor | None, int, int, float]:
-    """(keys, index_mix, threshold, factor on what survives) of an adapter; without dropout no keys and a factor of 1."""
+    """(keys, index_mix, threshold, factor on survivors) of an adapter; without dropout no keys and a factor of 1."""
     if dropout is None:
         return None, 0, 0, 1.0
     return dropout.keys, as_int32(_mix(index)), as_int32(int(dropout.p * 2**32)), 1 / (1 - dropout.p)

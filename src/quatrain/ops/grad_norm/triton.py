@@ -10,6 +10,7 @@ from quatrain.ops.triton_configs import Case, config, config_for
 from quatrain.ops.triton_runtime import carve, contiguous
 from quatrain.ops.triton_sizes import SQUARES_PARTS
 
+
 @triton.jit
 def sum_squares_kernel(partials, grad, n, blocks, BLOCK: tl.constexpr):
     """partials [programs] fp64 = the sum of squares over `blocks` blocks each."""

@@ -125,10 +125,7 @@ def linear_backward_kernel(
             d = tl.load(dout + rows[:, None] * N + n[None, :], mask=n[None, :] < N, other=0.0)
         acc = tl.dot(d, w, acc, input_precision="ieee")
     if du is not None:
-        if keys is not None:
-            up = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-        else:
-            up = acc
+        up = tl.zeros((BLOCK_T, BLOCK_K), tl.float32) if keys is not None else acc
         for r0 in tl.range(0, R, BLOCK_R, num_stages=1):
             r = r0 + tl.arange(0, BLOCK_R)
             d = tl.load(du + rows[:, None] * R + r[None, :], mask=r[None, :] < R, other=0.0)
@@ -155,13 +152,14 @@ def linear_lora_forward(
     scratch: torch.Tensor,
     residual: torch.Tensor | None = None,
 ) -> None:
-    """outs[i] [T, N_i] = and us[i] [T, R] = (None without an adapter), from x [T, K]. `scratch`: see
-    `ops/triton_sizes`; without room for a dequantised weight, NF4 is read in place. `residual` [T, N_0], for a group of one, is added."""
+    """outs[i] [T, N_i] = and us[i] [T, R] = (None without an adapter), from x [T, K]. `residual` [T, N_0], for a group
+    of one, is added. `scratch`: see `ops/triton_sizes`; where it has no room for a weight, NF4 is read in place."""
     contiguous("linear_lora_forward", x, residual, scratch, *outs, *us)
     lora_down_forward(us, x, linears, dropout)
     for out, u, linear in zip(outs, us, linears, strict=True):
         path, weight = _weight(linear, x, scratch)
         if path == "blas":
+            assert weight is not None
             torch.mm(x, weight.T, out=out)
             if u is None and linear.bias is None and residual is None:
                 continue
@@ -189,17 +187,17 @@ def linear_lora_backward(
 ) -> None:
     """dx [T, K] = and every adapter's dA, dB +=, from douts[i] [T, N_i] and what the forward read and wrote."""
     contiguous("linear_lora_backward", dx, x, scratch, *douts, *us)
-    tokens, k = x.shape
     for i, (dout, u, linear) in enumerate(zip(douts, us, linears, strict=True)):
         du, rest = None, scratch
         if u is not None and linear.lora is not None:
-            du_part: Part = ((tokens, linear.lora.rank), x.dtype)
+            du_part: Part = ((x.shape[0], linear.lora.rank), x.dtype)
             (du,) = carve("linear_lora_backward", scratch, du_part)
             rest = scratch[carved_bytes(du_part) :]
             lora_up_grad(du, dout, linear.lora)
             lora_grads(dout, x, u, du, linear.lora, dropout, rest)
         path, weight = _weight(linear, x, rest)  # over the gradients' partial sums, which are done with
         if path == "blas":
+            assert weight is not None
             torch.mm(dout, weight, out=dx) if i == 0 else dx.addmm_(dout, weight)
             if du is None:
                 continue

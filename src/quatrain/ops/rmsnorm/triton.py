@@ -8,7 +8,7 @@ import triton.language as tl
 
 from quatrain.ops.triton_configs import Case, config, config_for
 from quatrain.ops.triton_runtime import carve, contiguous
-from quatrain.ops.triton_sizes import NORM_PARTS
+from quatrain.ops.triton_sizes import NORM_PARTS, Part
 from quatrain.ops.triton_sum import add_partials
 
 TILE = 4096
@@ -78,12 +78,11 @@ def rms_norm_backward(
     tiles = triton.cdiv(r, rows)
     each = triton.cdiv(tiles, NORM_PARTS) if dweight is not None else 1
     grid = (triton.cdiv(tiles, each),)
-    partials = None
-    if dweight is not None:
-        (partials,) = carve("rms_norm_backward", scratch, ((grid[0], d), torch.float32))
+    part: Part = ((grid[0], d), torch.float32)
+    partials = None if dweight is None else carve("rms_norm_backward", scratch, part)[0]
     how = config_for("rms_norm", x) | {"ROWS": rows, "BLOCK_D": block}
     rms_norm_backward_kernel[grid](dx, partials, dout, x, rstd, weight, residual, r, d, each, **how)
-    if dweight is not None:
+    if dweight is not None and partials is not None:
         add_partials(dweight, partials)
 
 
