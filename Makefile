@@ -3,7 +3,7 @@ PYTHON ?= python3
 export PYTHON
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint format data
+.PHONY: help setup demo test lint format data kernels
 
 help: ## show these lines
 	@sed -n 's/^\([a-z]*\): .*## /make \1\t/p' Makefile
@@ -25,6 +25,9 @@ lint: setup ## ruff and mypy, changing nothing
 format: setup ## apply ruff's fixes and layout
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+kernels: setup ## compile every Triton kernel for every GPU architecture -> build/kernels.json (no GPU needed)
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/compile_kernels.py
 
 data: setup ## write the smart home data set again from its phrasings
 	$(BIN)/python scripts/make_smart_home.py

@@ -50,13 +50,15 @@ def modules() -> list[str]:
     return [".".join(("quatrain.ops", *path.relative_to(OPS).with_suffix("").parts)) for path in paths]
 
 
-def jobs(subset: bool, only: str) -> Iterator[Job]:
-    """Every job, or the first variant of each kernel that `only` is part of the name of."""
+def jobs(subset: bool, only: str, target: str) -> Iterator[Job]:
+    """Every job, or the first variant of each kernel; of kernels with `only` in their name and for `target` alone."""
     from quatrain.ops.triton_configs import CLASSES
 
     every = [(arch, dtype) for arch in CLASSES for dtype in ("bf16", "fp16", "fp32")]
     every.remove(("sm_75", "bf16"))  # Turing has none
     for arch, dtype in SUBSET if subset else every:
+        if target not in ("", arch):
+            continue
         seen = set()
         # In the subset, what does not depend on the compute dtype comes along once.
         for kind in (dtype, *(["fp32"] if subset and arch == "sm_90" else [])):
@@ -86,8 +88,11 @@ def build(job: Job) -> dict[str, Any]:
     try:
         with redirect_stdout(log):
             made = triton.compile(ASTSource(case.kernel, *describe(case)), target=target, options=options)
-    except Exception as error:  # noqa: BLE001 - whatever the compiler raises is a line of the report
-        return entry | {"error": str(error)[-2000:] or type(error).__name__}
+    except Exception as raised:  # noqa: BLE001 - whatever the compiler raises is a line of the report
+        cause: BaseException = raised
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return entry | {"error": f"{type(cause).__name__}: {cause}", "where": str(raised)[-2000:]}
     entry |= resources(log.getvalue() if cuda else made.asm["amdgcn"], cuda)
     return entry | {"shared": made.metadata.shared, "seconds": round(time.monotonic() - start, 2)}
 
@@ -134,7 +139,7 @@ def complaint(entry: dict[str, Any]) -> str | None:
 
     name = " ".join(filter(None, (entry["target"], entry["dtype"], entry["kernel"], entry["variant"])))
     if "error" in entry:
-        return f"{name}: {entry['error'].strip().splitlines()[-1]}"
+        return f"{name}: {entry['error'].splitlines()[-1]}"
     limit = SHARED_KB[CLASSES[entry["target"]]] * 1024
     if entry["shared"] > limit:
         return f"{name}: {entry['shared']} bytes of shared memory, a block has {limit}"
@@ -154,13 +159,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subset", action="store_true", help="one variant of each kernel, three architectures")
     parser.add_argument("--only", default="", help="kernels with this in their name")
+    parser.add_argument("--target", default="", help="one architecture, such as sm_90")
     parser.add_argument("--out", type=Path, default=Path("build/kernels.json"), help="where the report goes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
         with ProcessPoolExecutor(args.jobs) as pool:
-            entries = list(pool.map(build, jobs(args.subset, args.only)))
+            entries = list(pool.map(build, jobs(args.subset, args.only, args.target)))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     problems = [problem for entry in entries if (problem := complaint(entry))]

@@ -64,14 +64,14 @@ def _gemm(a: int, b: int, c: int, warps: int, stages: int) -> Config:
 
 # The epilogue alone ("blas"), products over a weight in memory ("dense") and products over NF4 ("fused", whose block of
 # in_features is a block of codes).
-_EPILOGUE = {"*": _gemm(64, 64, 64, 4, 1), "turing": _gemm(32, 32, 32, 4, 1), "*/fp32": _gemm(32, 64, 32, 4, 1)}
+_EPILOGUE = {"*": _gemm(64, 64, 64, 4, 1), "turing": _gemm(32, 32, 32, 8, 1), "*/fp32": _gemm(32, 64, 32, 4, 1)}
 _DENSE = {
     "*": _gemm(128, 128, 64, 8, 3),
     "cdna": _gemm(128, 128, 64, 8, 2),
-    "turing": _gemm(32, 32, 32, 4, 1),
+    "turing": _gemm(32, 32, 32, 8, 1),
     "*/fp32": _gemm(64, 64, 16, 8, 2),
 }
-_FUSED = {"*": _gemm(64, 64, 64, 4, 2), "turing": _gemm(32, 32, 64, 4, 1), "*/fp32": _gemm(32, 32, 64, 4, 1)}
+_FUSED = {"*": _gemm(64, 64, 64, 4, 2), "turing": _gemm(32, 32, 64, 8, 1), "*/fp32": _gemm(32, 32, 64, 4, 1)}
 TABLE |= {
     "linear_forward/blas": _EPILOGUE,
     "linear_backward/blas": _EPILOGUE,
@@ -79,9 +79,13 @@ TABLE |= {
     "linear_backward/dense": _DENSE,
     "linear_forward/fused": _FUSED,
     "linear_backward/fused": _FUSED,
-    "lora_down": {"*": {"BLOCK_T": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}},
+    "lora_down": {
+        "*": {"BLOCK_T": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3},
+        "turing": {"BLOCK_T": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 1},
+    },
     "lora_grad": {
         "*": {"BLOCK_T": 64, "BLOCK_C": 64, "num_warps": 4, "num_stages": 2},
+        "*/fp32": {"BLOCK_T": 32, "BLOCK_C": 64, "num_warps": 4, "num_stages": 2},
         "turing": {"BLOCK_T": 32, "BLOCK_C": 32, "num_warps": 4, "num_stages": 1},
     },
     "add_partials": {"*": {"BLOCK": 256, "num_warps": 2, "num_stages": 1}},

@@ -15,8 +15,10 @@ from quatrain.ops.triton_runtime import contiguous
 def power(base: tl.constexpr, t):
     """base^t in fp64, for a constant base in [0, 1) and t fp64 of at least 1."""
     if base == 0:
-        return t * 0
-    return tl.exp(t * tl.log(tl.full((), base, tl.float64)))
+        result = t * 0
+    else:
+        result = tl.exp(t * tl.log(tl.full((), base, tl.float64)))
+    return result
 
 
 @triton.jit

@@ -281,7 +281,7 @@ def cases(arch: str, dtype: str) -> list[Case]:
         if path == "blas":
             continue
         everything = f"{d} {d} {words} {d} {lora_f} {d} fp32 {sizes} i32:16"
-        wide = {"BLOCK_R": 64}
+        wide = {"BLOCK_R": 32}
         made.append(Case(linear_forward_kernel, everything, forward | wide, f"{name} bias lora residual r=64"))
         dropout = f"{d} {d} {words} {d} {d} *i64 i32 i32 fp32 {sizes} i32:16"
         summed = backward | wide | {"ACCUMULATE": True}

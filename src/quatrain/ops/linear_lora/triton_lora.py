@@ -135,7 +135,7 @@ def _add_product(
 
 def rank_block(rank: int) -> int:
     """Columns of an adapter that a program works on: a power of two that `tl.dot` takes."""
-    return max(16, min(64, int(triton.next_power_of_2(rank))))
+    return max(16, min(32, int(triton.next_power_of_2(rank))))
 
 
 def cases(arch: str, dtype: str) -> list[Case]:

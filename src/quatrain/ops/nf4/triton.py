@@ -22,9 +22,11 @@ from quatrain.ops.triton_configs import Case, config, config_for
 def block_scale(block, mask, absmax, absmax_codes, absmax2, offset, code2):
     """fp32 scales of the blocks numbered `block`."""
     if absmax is not None:
-        return tl.load(absmax + block, mask=mask, other=0.0)
-    code = tl.load(absmax_codes + block, mask=mask, other=0).to(tl.int32)
-    return tl.load(code2 + code) * tl.load(absmax2 + block // 256, mask=mask, other=0.0) + tl.load(offset)
+        scale = tl.load(absmax + block, mask=mask, other=0.0)
+    else:
+        code = tl.load(absmax_codes + block, mask=mask, other=0).to(tl.int32)
+        scale = tl.load(code2 + code) * tl.load(absmax2 + block // 256, mask=mask, other=0.0) + tl.load(offset)
+    return scale
 
 
 @triton.jit
