@@ -170,6 +170,8 @@ def _cuda(dtype: torch.dtype, kernels: str) -> Backend:
         raise KernelError("device cuda: Triton is not installed", hint="pip install triton, or use --device cpu")
     from quatrain.ops.triton_configs import architecture
 
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # sums are fp32, in cuBLAS too
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return triton_backend(dtype, architecture(torch.device("cuda", torch.cuda.current_device())))
 
 

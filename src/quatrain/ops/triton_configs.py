@@ -49,7 +49,7 @@ SHARED_KB = {"turing": 64, "ampere": 163, "ada": 99, "hopper": 227, "cdna": 64}
 
 TABLE: dict[str, dict[str, Config]] = {
     "elementwise": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
-    "rms_norm": {"*": {"num_warps": 4, "num_stages": 1}},
+    "rms_norm": {"*": {"num_stages": 1}},
     "rope": {"*": {"ROWS": 32, "num_warps": 4, "num_stages": 1}},
     "sum_squares": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
     # Bit for bit the reference: no product may be contracted into the sum that follows it.
@@ -128,8 +128,8 @@ def product_path(x: torch.Tensor, n: int, *, fused: bool) -> str:
     """How x [T, K] is multiplied by a weight [n, K]: "fused", "dense" or "blas" (see `ops/linear_lora/triton.py`).
     `fused`: whether that is possible."""
     fused_tokens, blas_work = _best(PRODUCTS, architecture(x.device), DTYPE_NAMES[str(x.dtype)])
-    if fused and x.shape[0] <= fused_tokens:
-        return "fused"
+    if x.shape[0] <= fused_tokens:  # a block of our own product would be mostly empty
+        return "fused" if fused else "blas"
     return "blas" if x.shape[0] * x.shape[1] * n >= blas_work else "dense"
 
 

@@ -14,11 +14,7 @@ from quatrain.ops.triton_runtime import contiguous
 @triton.jit
 def power(base: tl.constexpr, t):
     """base^t in fp64, for a constant base in [0, 1) and t fp64 of at least 1."""
-    if base == 0:
-        result = t * 0
-    else:
-        result = tl.exp(t * tl.log(tl.full((), base, tl.float64)))
-    return result
+    return t * 0 if base == 0 else tl.exp(t * tl.log(tl.full((), base, tl.float64)))
 
 
 @triton.jit

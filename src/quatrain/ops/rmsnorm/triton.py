@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quatrain.ops.triton_configs import Case, config, config_for
+from quatrain.ops.triton_configs import Case, Config, config, config_for
 from quatrain.ops.triton_runtime import carve, contiguous
 from quatrain.ops.triton_sizes import NORM_PARTS, Part
 from quatrain.ops.triton_sum import add_partials
@@ -56,9 +56,9 @@ def rms_norm_backward_kernel(
 def rms_norm_forward(out: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     """out [R, D] =, rstd fp32 [R] =, from x [R, D] and weight fp32 [D]. `out` may be `x`."""
     contiguous("rms_norm_forward", out, rstd, x, weight)
-    (r, d), (rows, block) = x.shape, _tile(x.shape[1])
-    how = config_for("rms_norm", x) | {"ROWS": rows, "BLOCK_D": block}
-    rms_norm_forward_kernel[(triton.cdiv(r, rows),)](out, rstd, x, weight, eps, r, d, **how)
+    r, d = x.shape
+    how = config_for("rms_norm", x) | _tile(d)
+    rms_norm_forward_kernel[(triton.cdiv(r, how["ROWS"]),)](out, rstd, x, weight, eps, r, d, **how)
 
 
 def rms_norm_backward(
@@ -74,29 +74,29 @@ def rms_norm_backward(
     """dx [R, D] = residual + the norm's gradient, dweight fp32 [D] += (or None when frozen). `dx` may be `dout` or
     `residual`. `scratch` holds `triton_sizes.norm_partials`."""
     contiguous("rms_norm_backward", dx, dweight, dout, x, rstd, weight, residual)
-    (r, d), (rows, block) = x.shape, _tile(x.shape[1])
-    tiles = triton.cdiv(r, rows)
+    r, d = x.shape
+    how = config_for("rms_norm", x) | _tile(d)
+    tiles = triton.cdiv(r, how["ROWS"])
     each = triton.cdiv(tiles, NORM_PARTS) if dweight is not None else 1
     grid = (triton.cdiv(tiles, each),)
     part: Part = ((grid[0], d), torch.float32)
     partials = None if dweight is None else carve("rms_norm_backward", scratch, part)[0]
-    how = config_for("rms_norm", x) | {"ROWS": rows, "BLOCK_D": block}
     rms_norm_backward_kernel[grid](dx, partials, dout, x, rstd, weight, residual, r, d, each, **how)
     if dweight is not None and partials is not None:
         add_partials(dweight, partials)
 
 
-def _tile(features: int) -> tuple[int, int]:
-    """(rows, features as a power of two) of a tile."""
-    block = triton.next_power_of_2(features)
-    return max(1, min(16, TILE // block)), block
+def _tile(features: int) -> Config:
+    """A tile of whole rows, and warps enough that a thread holds at most 32 of its values."""
+    block = int(triton.next_power_of_2(features))
+    rows = max(1, min(16, TILE // block))
+    return {"ROWS": rows, "BLOCK_D": block, "num_warps": max(4, min(16, rows * block // 1024))}
 
 
 def cases(arch: str, dtype: str) -> list[Case]:
     made = []
-    for d in (64, 576, 4096):
-        rows, block = _tile(d)
-        how = config("rms_norm", arch, dtype) | {"ROWS": rows, "BLOCK_D": block}
+    for d in (64, 576, 4096, 8192):
+        how = config("rms_norm", arch, dtype) | _tile(d)
         t = f"*{dtype}"
         made.append(Case(rms_norm_forward_kernel, f"{t} *fp32 {t} *fp32 fp32 i32 i32:16", how, f"D={d}"))
         for name, partials, residual in (("frozen", "-", t), ("trained", "*fp32", "-")):
