@@ -7,9 +7,10 @@ import torch
 from ops.memory import GuardedMemory
 
 from quatrain.errors import KernelError
+from quatrain.ops.nf4.reference import CODE, MIDPOINTS, quantize
 from quatrain.ops.nf4.reference import dequantize as reference_dequantize
-from quatrain.ops.nf4.reference import quantize
 from quatrain.ops.nf4.triton import dequantize
+from quatrain.ops.nf4.triton import quantize as triton_quantize
 
 SHAPES = [(1, 1), (1, 64), (3, 5), (7, 64), (65, 66), (130, 192)]
 
@@ -31,3 +32,33 @@ def test_dequantize_checks_its_output() -> None:
     for out in (torch.empty(6, 4), torch.empty(6, 4).T):
         with pytest.raises(KernelError, match="want contiguous"):
             dequantize(out, weight)
+
+
+def assert_same(weight: torch.Tensor, double_quant: bool) -> None:
+    got, want = (one(weight, double_quant=double_quant) for one in (triton_quantize, quantize))
+    assert got.shape == want.shape
+    for field in ("codes", "absmax", "absmax_codes", "absmax2", "offset", "code2"):
+        a, b = getattr(got, field), getattr(want, field)
+        assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), field
+
+
+@pytest.mark.parametrize("double_quant", [True, False], ids=["nested", "plain"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_quantize_is_bit_equal(
+    dtype: torch.dtype, random: torch.Generator, shape: tuple[int, int], double_quant: bool
+) -> None:
+    assert_same(torch.randn(shape, generator=random).to(dtype), double_quant)
+
+
+def test_quantize_on_the_edges(random: torch.Generator) -> None:
+    """Codes, midpoints and their neighbours; blocks of zeros and of values so small that they count as zero; a value
+    that is not finite."""
+    exact = torch.cat([CODE, torch.tensor(MIDPOINTS), torch.nextafter(torch.tensor(MIDPOINTS), torch.tensor(2.0))])
+    edges = torch.cat([exact, torch.ones(64 - exact.numel())]).repeat(3, 1) * torch.tensor([1.0, 0.37, 3e-39])[:, None]
+    for weight in (edges, torch.zeros(2, 64), torch.full((1, 5), 1e-42), torch.full((1, 70), -3e-45), -edges[:, :50]):
+        assert_same(weight, double_quant=False)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        weight = torch.randn(3, 50, generator=random)
+        weight[1, 7] = bad
+        with pytest.raises(KernelError, match="want finite values"):
+            triton_quantize(weight, double_quant=True)

@@ -192,12 +192,16 @@ def triton_backend(dtype: torch.dtype, arch: str) -> Backend:
 
         return triton_ops(scratch)
 
-    def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
-        return select_backend("cpu", torch.float32).quantize(weight, double_quant=double_quant)
+    def quantize_where_it_is(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
+        if weight.device.type == "cpu":
+            return select_backend("cpu", torch.float32).quantize(weight, double_quant=double_quant)
+        from quatrain.ops.nf4.triton import quantize
+
+        return quantize(weight, double_quant=double_quant)
 
     return Backend(
-        f"triton {arch}", "the GPU's own kernels", triton_sizes.scratch_bytes, lambda sizes: 0, bind, quantize,
-        head_chunk=triton_sizes.head_chunk,
+        f"triton {arch}", "the GPU's own kernels", triton_sizes.scratch_bytes, lambda sizes: 0, bind,
+        quantize_where_it_is, head_chunk=triton_sizes.head_chunk,
     )  # fmt: skip
 
 

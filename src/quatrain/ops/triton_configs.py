@@ -54,6 +54,7 @@ TABLE: dict[str, dict[str, Config]] = {
     "sum_squares": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
     # Bit for bit the reference: no product may be contracted into the sum that follows it.
     "nf4_dequantize": {"*": {"BLOCKS": 64, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}},
+    "nf4_quantize": {"*": {"BLOCKS": 32, "num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}},
 }
 
 

@@ -45,7 +45,7 @@ CODE = torch.tensor(
     dtype=torch.float32,
 )
 _ZERO_CODE = 7
-_MIDPOINTS = ((CODE[:-1] + CODE[1:]) / 2).tolist()
+MIDPOINTS = ((CODE[:-1] + CODE[1:]) / 2).tolist()
 _TINY = 1e-38
 _CHUNK = 16384  # values at a time: in the cache, and too few for torch to split each small step over threads
 _BINS = 65536
@@ -220,7 +220,7 @@ def _codes(values: torch.Tensor, absmax: torch.Tensor) -> torch.Tensor:
 def _nearest(scaled: torch.Tensor) -> torch.Tensor:
     """uint8: the index of the nearest code, the lower one on a tie: how many midpoints lie below the value."""
     index = torch.zeros(scaled.shape, dtype=torch.uint8)
-    for midpoint in _MIDPOINTS:
+    for midpoint in MIDPOINTS:
         index += scaled > midpoint
     return index
 

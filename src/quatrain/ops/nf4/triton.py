@@ -1,6 +1,7 @@
-"""NF4 on the GPU: a whole tensor dequantised in one launch, nested statistics and offset included.
+"""NF4 on the GPU: a whole tensor dequantised in one launch, nested statistics and offset included; or quantised.
 
-Bit for bit the reference: products and sums are rounded one by one (no contraction to FMA) and the result once.
+Bit for bit the reference: products and sums are rounded one by one (no contraction to FMA) and the result once. The
+nested statistics of a quantised tensor, a 64th of its values, are the reference's own, made on the CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from quatrain.errors import KernelError
 from quatrain.ops.nf4 import BLOCK, Nf4Tensor
-from quatrain.ops.nf4.reference import CODE
+from quatrain.ops.nf4.reference import CODE, MIDPOINTS, check_weight, nested_code_book, not_finite, with_statistics
 from quatrain.ops.triton_configs import Case, config, config_for
 
 
@@ -49,6 +50,28 @@ def dequantize_kernel(
     tl.store(out + at, (values * scale[:, None]).to(out.dtype.element_ty), mask=at < n)
 
 
+@triton.jit
+def quantize_kernel(codes, absmax, values, midpoints, n, BLOCKS: tl.constexpr):
+    """absmax is infinite for a block with a value that is not finite."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * 64 + tl.arange(0, 64)[None, :]
+    x = tl.load(values + at, mask=at < n, other=0.0).to(tl.float32)
+    largest = tl.max(tl.where(x == x, tl.abs(x), float("inf")), axis=1)
+    divisor = tl.maximum(largest, 1e-38)
+    partial = (block * 64 + 64 > n) & (block * 64 < n)  # its absmax is stored clamped, and divided by
+    scaled = tl.where(
+        partial[:, None], tl.div_rn(x, divisor[:, None]), x * tl.div_rn(tl.full((), 1.0, tl.float32), divisor)[:, None]
+    )
+    scaled = tl.minimum(tl.maximum(scaled, -1.0), 1.0)
+    index = tl.zeros((BLOCKS, 64), tl.int32)
+    for i in range(15):
+        index += (scaled > tl.load(midpoints + i)).to(tl.int32)
+    high, low = tl.split(tl.reshape(index, (BLOCKS, 32, 2)))
+    byte = block[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(codes + byte, ((high << 4) | low).to(tl.uint8), mask=byte * 2 < n)
+    tl.store(absmax + block, tl.where(partial, divisor, largest), mask=block * 64 < n)
+
+
 def dequantize(out: torch.Tensor, w: Nf4Tensor) -> None:
     """out = the values of `w`. `out` [N, K] is contiguous; an fp32 product is rounded to its dtype once.
 
@@ -58,6 +81,25 @@ def dequantize(out: torch.Tensor, w: Nf4Tensor) -> None:
     how = config_for("nf4_dequantize", out)
     grid = (triton.cdiv(w.numel, BLOCK * how["BLOCKS"]),)
     dequantize_kernel[grid](out, *arguments(w), w.numel, **how)
+
+
+def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
+    """`weight` [N, K] (fp32, bf16 or fp16) in NF4 on its own device, with nested statistics if `double_quant`. The host
+    waits for it. Raises KernelError as the reference does."""
+    check_weight(weight)
+    values, n = weight.detach().contiguous(), weight.numel()
+    codes = torch.empty(-(-n // 2), dtype=torch.uint8, device=weight.device)
+    absmax = torch.empty(-(-n // BLOCK), dtype=torch.float32, device=weight.device)
+    how = config_for("nf4_quantize", values)
+    grid = (triton.cdiv(n, BLOCK * how["BLOCKS"]),)
+    quantize_kernel[grid](codes, absmax, values, torch.tensor(MIDPOINTS, device=weight.device), n, **how)
+    scales = absmax.cpu()
+    if not torch.isfinite(scales).all():
+        raise not_finite()
+    made = with_statistics(weight, codes, scales, double_quant)
+    own = (made.absmax, made.absmax_codes, made.absmax2, made.offset)
+    moved = (None if tensor is None else tensor.to(weight.device) for tensor in own)
+    return Nf4Tensor(made.shape, codes, *moved, code2=code_book(weight.device) if double_quant else None)
 
 
 def arguments(w: Nf4Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -71,6 +113,12 @@ def code_table(device: torch.device) -> torch.Tensor:
     return CODE.to(device)
 
 
+@functools.cache
+def code_book(device: torch.device) -> torch.Tensor:
+    """The 256 codes of the nested statistics, fp32, on a device: one tensor for all weights."""
+    return nested_code_book().to(device)
+
+
 NESTED = "*u8 - *u8 *fp32 *fp32 *fp32 *fp32"
 PLAIN = "*u8 *fp32 - - - - *fp32"
 """`arguments` as words of `Case.types`."""
@@ -79,4 +127,5 @@ PLAIN = "*u8 *fp32 - - - - *fp32"
 def cases(arch: str, dtype: str) -> list[Case]:
     how: dict[str, Any] = config("nf4_dequantize", arch, dtype)
     variants = {"nested": NESTED, "plain": PLAIN}
-    return [Case(dequantize_kernel, f"*{dtype} {words} i32:16", how, name) for name, words in variants.items()]
+    made = [Case(dequantize_kernel, f"*{dtype} {words} i32:16", how, name) for name, words in variants.items()]
+    return [*made, Case(quantize_kernel, f"*u8 *fp32 *{dtype} *fp32 i32:16", config("nf4_quantize", arch, dtype))]
