@@ -65,7 +65,7 @@ def _gemm(a: int, b: int, c: int, warps: int, stages: int) -> Config:
 
 # The epilogue alone ("blas"), products over a weight in memory ("dense") and products over NF4 ("fused", whose block of
 # in_features is a block of codes).
-_EPILOGUE = {"*": _gemm(64, 64, 64, 4, 1), "turing": _gemm(32, 32, 32, 8, 1), "*/fp32": _gemm(32, 64, 32, 4, 1)}
+_EPILOGUE = {"*": _gemm(64, 64, 64, 4, 1), "turing": _gemm(32, 32, 32, 8, 1), "*/fp32": _gemm(32, 32, 32, 4, 1)}
 _DENSE = {
     "*": _gemm(128, 128, 64, 8, 3),
     "cdna": _gemm(128, 128, 64, 8, 2),

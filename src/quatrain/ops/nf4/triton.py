@@ -97,9 +97,9 @@ def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
     if not torch.isfinite(scales).all():
         raise not_finite()
     made = with_statistics(weight, codes, scales, double_quant)
-    own = (made.absmax, made.absmax_codes, made.absmax2, made.offset)
-    moved = (None if tensor is None else tensor.to(weight.device) for tensor in own)
-    return Nf4Tensor(made.shape, codes, *moved, code2=code_book(weight.device) if double_quant else None)
+    statistics = (made.absmax, made.absmax_codes, made.absmax2, made.offset)
+    moved = [None if tensor is None else tensor.to(weight.device) for tensor in statistics]
+    return Nf4Tensor(made.shape, codes, *moved, code_book(weight.device) if double_quant else None)
 
 
 def arguments(w: Nf4Tensor) -> tuple[torch.Tensor | None, ...]:
