@@ -89,17 +89,18 @@ def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
     check_weight(weight)
     values, n = weight.detach().contiguous(), weight.numel()
     codes = torch.empty(-(-n // 2), dtype=torch.uint8, device=weight.device)
-    absmax = torch.empty(-(-n // BLOCK), dtype=torch.float32, device=weight.device)
+    scales = torch.empty(-(-n // BLOCK), dtype=torch.float32, device=weight.device)
     how = config_for("nf4_quantize", values)
     grid = (triton.cdiv(n, BLOCK * how["BLOCKS"]),)
-    quantize_kernel[grid](codes, absmax, values, torch.tensor(MIDPOINTS, device=weight.device), n, **how)
-    scales = absmax.cpu()
-    if not torch.isfinite(scales).all():
+    quantize_kernel[grid](codes, scales, values, torch.tensor(MIDPOINTS, device=weight.device), n, **how)
+    on_host = scales.cpu()
+    if not torch.isfinite(on_host).all():
         raise not_finite()
-    made = with_statistics(weight, codes, scales, double_quant)
+    made = with_statistics(weight, codes, on_host, double_quant)
     statistics = (made.absmax, made.absmax_codes, made.absmax2, made.offset)
-    moved = [None if tensor is None else tensor.to(weight.device) for tensor in statistics]
-    return Nf4Tensor(made.shape, codes, *moved, code_book(weight.device) if double_quant else None)
+    absmax, absmax_codes, absmax2, offset = (one if one is None else one.to(weight.device) for one in statistics)
+    code2 = code_book(weight.device) if double_quant else None
+    return Nf4Tensor(made.shape, codes, absmax, absmax_codes, absmax2, offset, code2)
 
 
 def arguments(w: Nf4Tensor) -> tuple[torch.Tensor | None, ...]:
