@@ -18,7 +18,7 @@ ALIGNMENT = 256
 SPLIT_TOKENS = 256
 """A part of the tokens of an adapter's gradient is at least this long."""
 SPLIT_PROGRAMS = 256
-"""Tokens are split only while a gradient has fewer programs than this."""
+"""Tokens are split only while the gradients have fewer programs than this."""
 GRAD_COLUMNS = 64
 """Columns of such a program."""
 NORM_PARTS = 128
@@ -42,7 +42,7 @@ def aligned(size: int) -> int:
 
 
 def token_split(tokens: int, columns: int) -> tuple[int, int]:
-    """(parts, tokens of each) of a sum over tokens for a gradient of so many columns: a function of the sizes alone, so
+    """(parts, tokens of each) of a sum over tokens for gradients of so many columns: a function of the sizes alone, so
     that equal inputs give equal bits."""
     wanted = max(1, SPLIT_PROGRAMS // -(-columns // GRAD_COLUMNS))
     parts = min(wanted, -(-tokens // SPLIT_TOKENS))
@@ -51,7 +51,7 @@ def token_split(tokens: int, columns: int) -> tuple[int, int]:
 
 
 def lora_partials(tokens: int, columns: int, rank: int) -> Part:
-    """Partial sums of the gradient of A (columns: in_features) or B (out_features)."""
+    """Partial sums of an adapter's gradients. `columns`: in_features and out_features together."""
     import torch
 
     return (token_split(tokens, columns)[0], rank * columns), torch.float32
@@ -83,7 +83,7 @@ def scratch_bytes(sizes: Sizes, *, weight: bool = True) -> int:
     for k, outs in sizes.groups:
         for n in outs:
             du: Part = ((t, sizes.rank), sizes.dtype)
-            needs.append(carved_bytes(du, max((lora_partials(t, c, sizes.rank) for c in (k, n)), key=carved_bytes)))
+            needs.append(carved_bytes(du, lora_partials(t, k + n, sizes.rank)))
             if sizes.quantised and (weight or k % 64):
                 needs.append(carved_bytes(du, ((n, k), sizes.dtype)))
     needs.append(carved_bytes(norm_partials(max(sizes.hidden, sizes.head_dim))))

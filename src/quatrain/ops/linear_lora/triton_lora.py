@@ -42,17 +42,15 @@ def lora_down_kernel(
     tl.store(u + t.to(tl.int64)[:, None] * R + r[None, :], (acc * scale).to(u.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["index_mix", "threshold"])
-def lora_grad_kernel(
-    partials, left, right, keys, index_mix, threshold, T, C, R, split, stride_r, stride_c,
+@triton.jit
+def product_over_tokens(
+    out, left, right, keys, index_mix, threshold, scale, c_block, start, end, C, R, stride_r, stride_c,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """partials [S, ...] = left^T (kept right) over `split` tokens each, from left [T, R] and right [T, C]; the element
-    (r, c) of a part at r * stride_r + c * stride_c."""
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """out = scale * left^T (kept right) over the tokens from start to end, for one block of the columns of left [T, R]
+    and right [T, C]; the element (r, c) of out lies at r * stride_r + c * stride_c."""
+    c = c_block * BLOCK_C + tl.arange(0, BLOCK_C)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    start = tl.program_id(2) * split
-    end = min(start + split, T)
     acc = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for t0 in range(start, end, BLOCK_T):
         t = t0 + tl.arange(0, BLOCK_T)
@@ -60,11 +58,30 @@ def lora_grad_kernel(
         a = tl.load(left + rows * R + r[None, :], mask=there & (r[None, :] < R), other=0.0)
         b = tl.load(right + rows * C + c[None, :], mask=there & (c[None, :] < C), other=0.0)
         if keys is not None:
-            token = token_bits(keys, index_mix, t % T)[:, None]
+            token = token_bits(keys, index_mix, tl.minimum(t, end - 1))[:, None]
             b = tl.where(keep(token, c[None, :], threshold), b, 0.0)
         acc = tl.dot(a.T, b, acc, input_precision="ieee")
-    at = tl.program_id(2).to(tl.int64) * R * C + r[:, None] * stride_r + c[None, :] * stride_c
-    tl.store(partials + at, acc, mask=(r[:, None] < R) & (c[None, :] < C))
+    tl.store(out + r[:, None] * stride_r + c[None, :] * stride_c, acc * scale, mask=(r[:, None] < R) & (c[None, :] < C))
+
+
+@triton.jit(do_not_specialize=["index_mix", "threshold"])
+def lora_grad_kernel(
+    partials, dout, x, u, du, keys, index_mix, threshold, factor, scale, T, K, N, R, split,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """partials [S, R * K + N * R]: dA, then dB, of `split` tokens each. Programs go over A's columns, then B's."""
+    start = tl.program_id(2) * split
+    end = min(start + split, T)
+    part = partials + tl.program_id(2).to(tl.int64) * R * (K + N)
+    block, of_a = tl.program_id(0), tl.cdiv(K, BLOCK_C)
+    if block < of_a:
+        product_over_tokens(
+            part, du, x, keys, index_mix, threshold, factor, block, start, end, K, R, K, 1, BLOCK_T, BLOCK_C, BLOCK_R
+        )
+    else:
+        product_over_tokens(
+            part + R * K, u, dout, None, 0, 0, scale, block - of_a, start, end, N, R, 1, R, BLOCK_T, BLOCK_C, BLOCK_R
+        )
 
 
 def lora_down(u: torch.Tensor, x: torch.Tensor, lora: Lora, dropout: Dropout | None) -> None:
@@ -106,31 +123,15 @@ def lora_grads(
     scratch: torch.Tensor,
 ) -> None:
     """lora.dA [R, K] += du^T (mask * x) and lora.dB [N, R] += scale * dout^T u, summed in fp32."""
-    keys, index_mix, threshold, factor = mask_arguments(dropout, lora.index)
-    _add_product(lora.dA, du, x, (x.shape[1], 1), factor, scratch, keys, index_mix, threshold)
-    _add_product(lora.dB, u, dout, (1, u.shape[1]), lora.scale, scratch, None, 0, 0)
-
-
-def _add_product(
-    grad: torch.Tensor,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    strides: tuple[int, int],
-    scale: float,
-    scratch: torch.Tensor,
-    keys: torch.Tensor | None,
-    index_mix: int,
-    threshold: int,
-) -> None:
-    (tokens, rank), columns = left.shape, right.shape[1]
-    how = config_for("lora_grad", right) | {"BLOCK_R": rank_block(rank)}
-    parts, split = token_split(tokens, columns)
-    (partials,) = carve("lora_grads", scratch, lora_partials(tokens, columns, rank))
-    grid = (triton.cdiv(columns, how["BLOCK_C"]), triton.cdiv(rank, how["BLOCK_R"]), parts)
-    lora_grad_kernel[grid](
-        partials, left, right, keys, index_mix, threshold, tokens, columns, rank, split, *strides, **how
-    )  # fmt: skip
-    add_partials(grad, partials, scale)
+    (tokens, k), n, rank = x.shape, dout.shape[1], lora.rank
+    how = config_for("lora_grad", x) | {"BLOCK_R": rank_block(rank)}
+    parts, split = token_split(tokens, k + n)
+    (partials,) = carve("lora_grads", scratch, lora_partials(tokens, k + n, rank))
+    blocks = triton.cdiv(k, how["BLOCK_C"]) + triton.cdiv(n, how["BLOCK_C"])
+    lora_grad_kernel[(blocks, triton.cdiv(rank, how["BLOCK_R"]), parts)](
+        partials, dout, x, u, du, *mask_arguments(dropout, lora.index), lora.scale, tokens, k, n, rank, split, **how
+    )
+    add_partials(partials, lora.dA, lora.dB)
 
 
 def rank_block(rank: int) -> int:
@@ -140,16 +141,13 @@ def rank_block(rank: int) -> int:
 
 def cases(arch: str, dtype: str) -> list[Case]:
     made = []
+    d, sizes = f"*{dtype}", "i32:16 i32:16 i32:16"
     for rank in (16, 64):
         block = {"BLOCK_R": rank_block(rank)}
         down, grad = config("lora_down", arch, dtype) | block, config("lora_grad", arch, dtype) | block
-        d = f"*{dtype}"
-        for variant, keys, strides in (
-            ("A", "-", "i32:16 1"),
-            ("A dropout", "*i64", "i32:16 1"),
-            ("B", "-", "1 i32:16"),
-        ):
-            name, hashes, sizes = f"{variant} r={rank}", f"{keys} i32 i32", "i32:16 i32:16 i32:16"
-            made.append(Case(lora_down_kernel, f"{d} {d} {d} {hashes} fp32 {sizes} {strides}", down, name))
-            made.append(Case(lora_grad_kernel, f"*fp32 {d} {d} {hashes} {sizes} i32:16 {strides}", grad, name))
+        for variant, keys in (("", "-"), ("dropout ", "*i64")):
+            name, mask = f"{variant}r={rank}", f"{keys} i32 i32 fp32"
+            made.append(Case(lora_down_kernel, f"{d} {d} {d} {mask} {sizes} i32:16 1", down, f"u {name}"))
+            made.append(Case(lora_grad_kernel, f"*fp32 {d} {d} {d} {d} {mask} fp32 {sizes} i32:16 i32:16", grad, name))
+        made.append(Case(lora_down_kernel, f"{d} {d} {d} - i32 i32 fp32 {sizes} 1 i32:16", down, f"du r={rank}"))
     return made

@@ -83,7 +83,7 @@ def rms_norm_backward(
     partials = None if dweight is None else carve("rms_norm_backward", scratch, part)[0]
     rms_norm_backward_kernel[grid](dx, partials, dout, x, rstd, weight, residual, r, d, each, **how)
     if dweight is not None and partials is not None:
-        add_partials(dweight, partials)
+        add_partials(partials, dweight)
 
 
 def _tile(features: int) -> Config:
