@@ -72,7 +72,7 @@ _DENSE = {
     "turing": _gemm(32, 32, 32, 8, 1),
     "*/fp32": _gemm(64, 64, 16, 8, 2),
 }
-_FUSED = {"*": _gemm(64, 64, 64, 4, 2), "turing": _gemm(32, 32, 64, 8, 1), "*/fp32": _gemm(32, 32, 64, 4, 1)}
+_FUSED = {"*": _gemm(64, 64, 64, 4, 2), "turing": _gemm(32, 32, 64, 8, 1), "*/fp32": _gemm(32, 32, 64, 8, 1)}
 TABLE |= {
     "linear_forward/blas": _EPILOGUE,
     "linear_backward/blas": _EPILOGUE,

@@ -22,7 +22,7 @@ from quatrain.ops.dropout.triton import keep, mask_arguments, token_bits
 from quatrain.ops.linear_lora import Linear
 from quatrain.ops.linear_lora.triton_lora import lora_down, lora_grads, lora_up_grad, rank_block
 from quatrain.ops.nf4 import BLOCK, Nf4Tensor
-from quatrain.ops.nf4.triton import NESTED, PLAIN, arguments, block_scale, dequantize, unpack
+from quatrain.ops.nf4.triton import NESTED, PLAIN, arguments, block_scale, decode, dequantize
 from quatrain.ops.triton_configs import Case, config, config_for, product_path
 from quatrain.ops.triton_runtime import carve, contiguous
 from quatrain.ops.triton_sizes import Part, carved_bytes
@@ -49,7 +49,7 @@ def nf4_tile(
     block = n * (K // 64) + k0 // 64
     scale = block_scale(block, block >= 0, absmax, absmax_codes, absmax2, offset, code2)
     packed = tl.load(codes + block[:, None] * 32 + tl.arange(0, 32)[None, :])
-    return (tl.reshape(unpack(packed, table), (ROWS, 64)) * scale[:, None]).to(dtype)
+    return (decode(packed, tl.load(table + tl.arange(0, 16)), ROWS) * scale[:, None]).to(dtype)
 
 
 @triton.jit

@@ -31,21 +31,23 @@ def block_scale(block, mask, absmax, absmax_codes, absmax2, offset, code2):
 
 
 @triton.jit
-def unpack(packed, table):
-    """[..., c] bytes -> fp32 code values [..., c, 2], the high nibble first. The table is one cache line: its look-ups
-    cost less than sixteen selects."""
+def decode(packed, table, ROWS: tl.constexpr):
+    """[ROWS, 32] bytes -> fp32 code values [ROWS, 64], the high nibble first; `table` holds the 16 of them. Gathers go
+    through shared memory, where 16 values have 16 banks; look-ups in global memory would be pipelined like loads."""
     packed = packed.to(tl.int32)
-    return tl.join(tl.load(table + (packed >> 4)), tl.load(table + (packed & 15)))
+    index = tl.reshape(tl.join(packed >> 4, packed & 15), (ROWS * 64,))
+    return tl.reshape(tl.gather(table, index, 0), (ROWS, 64))
 
 
 @triton.jit
 def dequantize_kernel(
-    out, codes, absmax, absmax_codes, absmax2, offset, code2, table, n, BLOCKS: tl.constexpr
+    out, codes, absmax, absmax_codes, absmax2, offset, code2, table, n, n_bytes, BLOCKS: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     scale = block_scale(block, block * 64 < n, absmax, absmax_codes, absmax2, offset, code2)
     byte = block[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = tl.reshape(unpack(tl.load(codes + byte, mask=byte * 2 < n, other=0), table), (BLOCKS, 64))
+    packed = tl.load(codes + byte, mask=byte < n_bytes, other=0)  # half of n would hide that loads may be wide
+    values = decode(packed, tl.load(table + tl.arange(0, 16)), BLOCKS)
     at = block[:, None] * 64 + tl.arange(0, 64)[None, :]
     tl.store(out + at, (values * scale[:, None]).to(out.dtype.element_ty), mask=at < n)
 
@@ -80,7 +82,7 @@ def dequantize(out: torch.Tensor, w: Nf4Tensor) -> None:
         raise KernelError(f"nf4.dequantize: out: want contiguous {w.shape}, got {tuple(out.shape)} {out.stride()}")
     how = config_for("nf4_dequantize", out)
     grid = (triton.cdiv(w.numel, BLOCK * how["BLOCKS"]),)
-    dequantize_kernel[grid](out, *arguments(w), w.numel, **how)
+    dequantize_kernel[grid](out, *arguments(w), w.numel, w.codes.numel(), **how)
 
 
 def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
@@ -128,5 +130,5 @@ PLAIN = "*u8 *fp32 - - - - *fp32"
 def cases(arch: str, dtype: str) -> list[Case]:
     how: dict[str, Any] = config("nf4_dequantize", arch, dtype)
     variants = {"nested": NESTED, "plain": PLAIN}
-    made = [Case(dequantize_kernel, f"*{dtype} {words} i32:16", how, name) for name, words in variants.items()]
+    made = [Case(dequantize_kernel, f"*{dtype} {words} i32:16 i32:16", how, name) for name, words in variants.items()]
     return [*made, Case(quantize_kernel, f"*u8 *fp32 *{dtype} *fp32 i32:16", config("nf4_quantize", arch, dtype))]
