@@ -110,7 +110,8 @@ def test_a_planted_import_is_found(tmp_path: Path, file: str, line: str, complai
 def test_heavy_packages_stay_out_until_needed() -> None:
     code = (
         "import sys, quatrain, quatrain.config, quatrain.errors, quatrain.cli.main\n"
-        "heavy = {'torch', 'numpy', 'tokenizers', 'gguf', 'transformers', 'peft', 'bitsandbytes', 'pyarrow'}\n"
+        "heavy = {'torch', 'triton', 'numpy', 'tokenizers', 'gguf', 'transformers', 'peft', 'bitsandbytes', 'pyarrow'}"
+        "\n"
         "print(*sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
