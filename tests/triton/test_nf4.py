@@ -9,7 +9,8 @@ from ops.memory import GuardedMemory
 from quatrain.errors import KernelError
 from quatrain.ops.nf4.reference import CODE, MIDPOINTS, quantize
 from quatrain.ops.nf4.reference import dequantize as reference_dequantize
-from quatrain.ops.nf4.triton import dequantize
+from quatrain.ops.nf4.reference import relative_error as reference_error
+from quatrain.ops.nf4.triton import dequantize, relative_error
 from quatrain.ops.nf4.triton import quantize as triton_quantize
 
 SHAPES = [(1, 1), (1, 64), (3, 5), (7, 64), (65, 66), (130, 192)]
@@ -62,3 +63,10 @@ def test_quantize_on_the_edges(random: torch.Generator) -> None:
         weight[1, 7] = bad
         with pytest.raises(KernelError, match="want finite values"):
             triton_quantize(weight, double_quant=True)
+
+
+def test_relative_error(random: torch.Generator) -> None:
+    weight = torch.randn(9, 70, generator=random)
+    w = quantize(weight, double_quant=True)
+    assert relative_error(w, weight) == pytest.approx(reference_error(w, weight), rel=1e-6)
+    assert relative_error(w, torch.zeros(9, 70)) == float("inf")

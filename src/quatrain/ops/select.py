@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quatrain.errors import KernelError
 from quatrain.ops.rows import CHUNK
@@ -181,27 +182,23 @@ def triton_backend(dtype: torch.dtype, arch: str) -> Backend:
     import torch
 
     from quatrain.ops import triton_sizes
+    from quatrain.profile.limits import matrix_product
 
     known = [torch.float32, torch.float16, *([] if arch == "sm_75" else [torch.bfloat16])]
     if dtype not in known:
         names = ", ".join(str(one).removeprefix("torch.") for one in known)
         raise KernelError(f"Triton kernels for {arch}: want {names}, got {dtype}", hint="use --compute-dtype fp16")
 
-    def bind(scratch: torch.Tensor) -> Ops:
-        from quatrain.ops.triton_backend import triton_ops
+    def late(name: str) -> Callable[..., Any]:
+        def call(*args: object, **more: object) -> Any:
+            return getattr(import_module("quatrain.ops.triton_backend"), name)(*args, **more)
 
-        return triton_ops(scratch)
-
-    def quantize_where_it_is(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
-        if weight.device.type == "cpu":
-            return select_backend("cpu", torch.float32).quantize(weight, double_quant=double_quant)
-        from quatrain.ops.nf4.triton import quantize
-
-        return quantize(weight, double_quant=double_quant)
+        return call
 
     return Backend(
-        f"triton {arch}", "the GPU's own kernels", triton_sizes.scratch_bytes, lambda sizes: 0, bind,
-        quantize_where_it_is, head_chunk=triton_sizes.head_chunk,
+        f"triton {arch}", "the GPU's own kernels", triton_sizes.scratch_bytes, lambda sizes: 0, late("triton_ops"),
+        late("quantize"), late("relative_error"), late("dequantize"), partial(matrix_product, size=8192, device="cuda"),
+        head_chunk=triton_sizes.head_chunk,
     )  # fmt: skip
 
 

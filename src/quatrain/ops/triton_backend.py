@@ -14,13 +14,15 @@ from quatrain.ops.dropout.triton import dropout_keys
 from quatrain.ops.embedding.triton import embedding_forward
 from quatrain.ops.grad_norm.triton import clip_scale, sum_squares
 from quatrain.ops.linear_lora.triton import linear_lora_backward, linear_lora_forward, lora_down_forward
+from quatrain.ops.nf4 import Nf4Tensor
+from quatrain.ops.nf4 import triton as nf4
+from quatrain.ops.nf4.triton import dequantize
 from quatrain.ops.rmsnorm.triton import rms_norm_backward, rms_norm_forward
 from quatrain.ops.rope.triton import rope_backward, rope_forward, rope_tables
-from quatrain.ops.select import Ops
+from quatrain.ops.select import Backend, Ops, select_backend
 from quatrain.ops.swiglu.triton import swiglu_backward, swiglu_forward
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The activation dtypes that kernels exist for."""
+__all__ = ["dequantize", "quantize", "relative_error", "triton_ops"]
 
 
 def triton_ops(scratch: torch.Tensor) -> Ops:
@@ -45,6 +47,24 @@ def triton_ops(scratch: torch.Tensor) -> Ops:
         clip_scale=clip_scale,
         adamw_step=adamw_step,
     )
+
+
+def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
+    """`weight` in NF4 on its own device: on the CPU, where weights come from files, by the CPU's kernels."""
+    if weight.device.type == "cpu":
+        return _cpu().quantize(weight, double_quant=double_quant)
+    return nf4.quantize(weight, double_quant=double_quant)
+
+
+def relative_error(w: Nf4Tensor, weight: torch.Tensor) -> float:
+    """The relative error of `w` against `weight`, likewise."""
+    if weight.device.type == "cpu":
+        return _cpu().quantize_error(w, weight)
+    return nf4.relative_error(w, weight)
+
+
+def _cpu() -> Backend:
+    return select_backend("cpu", torch.float32, threads=torch.get_num_threads())
 
 
 def _late(op: str, name: str) -> Callable[..., None]:

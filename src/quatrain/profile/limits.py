@@ -21,12 +21,14 @@ class Limits:
     bytes_per_second: float
 
 
-def matrix_product(dtype: torch.dtype, size: int = 1024) -> Work:
+def matrix_product(dtype: torch.dtype, size: int = 1024, device: str = "cpu") -> Work:
     """Torch's product of two [size, size] matrices: the limit where there are no kernels that know theirs."""
-    a, b, out = (torch.randn(size, size).to(dtype) for _ in range(3))
+    a, b, out = (torch.randn(size, size, device=device).to(dtype) for _ in range(3))
 
     def work() -> float:
         torch.mm(a, b, out=out)
+        if device == "cuda":
+            torch.cuda.synchronize()
         return 2.0 * size**3
 
     return work

@@ -65,7 +65,7 @@ def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
     if not double_quant:
         return Nf4Tensor(shape, codes, absmax=absmax)
     offset = nested_offset(absmax)
-    absmax_codes, absmax2 = _quantize_statistics(absmax - offset)
+    absmax_codes, absmax2 = quantize_statistics(absmax - offset)
     return Nf4Tensor(shape, codes, absmax_codes=absmax_codes, absmax2=absmax2, offset=offset, code2=nested_code_book())
 
 
@@ -229,7 +229,7 @@ def _pack(codes: torch.Tensor) -> torch.Tensor:
     return (codes[0::2] << 4) | codes[1::2]
 
 
-def _quantize_statistics(centred: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_statistics(centred: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The 8-bit codes [blocks] of the centred absmax and the scale [ceil(blocks / 256)] of each group of 256."""
     blocks = centred.numel()
     groups = torch.nn.functional.pad(centred, (0, -blocks % NESTED_BLOCK)).view(-1, NESTED_BLOCK)

@@ -15,7 +15,16 @@ import triton.language as tl
 
 from quatrain.errors import KernelError
 from quatrain.ops.nf4 import BLOCK, Nf4Tensor
-from quatrain.ops.nf4.reference import CODE, MIDPOINTS, check_weight, nested_code_book, not_finite, with_statistics
+from quatrain.ops.nf4.reference import (
+    CODE,
+    MIDPOINTS,
+    check_weight,
+    error_ratio,
+    nested_code_book,
+    nested_offset,
+    not_finite,
+    quantize_statistics,
+)
 from quatrain.ops.triton_configs import Case, config, config_for
 
 
@@ -98,11 +107,21 @@ def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
     on_host = scales.cpu()
     if not torch.isfinite(on_host).all():
         raise not_finite()
-    made = with_statistics(weight, codes, on_host, double_quant)
-    statistics = (made.absmax, made.absmax_codes, made.absmax2, made.offset)
-    absmax, absmax_codes, absmax2, offset = (one if one is None else one.to(weight.device) for one in statistics)
-    code2 = code_book(weight.device) if double_quant else None
-    return Nf4Tensor(made.shape, codes, absmax, absmax_codes, absmax2, offset, code2)
+    shape, device = (weight.shape[0], weight.shape[1]), weight.device
+    if not double_quant:
+        return Nf4Tensor(shape, codes, absmax=scales)
+    offset = nested_offset(on_host)
+    absmax_codes, absmax2 = (made.to(device) for made in quantize_statistics(on_host - offset))
+    return Nf4Tensor(shape, codes, None, absmax_codes, absmax2, offset.to(device), code_book(device))
+
+
+def relative_error(w: Nf4Tensor, weight: torch.Tensor) -> float:
+    """||dequantised w - weight|| / ||weight||, 0 where both are zero and infinite where only `weight` is. Takes two
+    fp32 copies of the weight while it runs; the host waits for it."""
+    values, source = torch.empty(w.shape, device=weight.device), weight.float()
+    dequantize(values, w)
+    error, norm = (float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in (values.sub_(source), source))
+    return error_ratio(error**2, norm**2)
 
 
 def arguments(w: Nf4Tensor) -> tuple[torch.Tensor | None, ...]:
