@@ -51,6 +51,16 @@ def test_quantize_is_bit_equal(
     assert_same(torch.randn(shape, generator=random).to(dtype), double_quant)
 
 
+def test_quantize_divides_in_the_last_block(random: torch.Generator) -> None:
+    """Pairs (absmax, x) whose code is another one when x is multiplied by 1 / absmax."""
+    scale, m = 0.5 + torch.rand(200_000, generator=random), torch.tensor(MIDPOINTS[9])
+    x = scale * m
+    apart = (x / scale > m) != (x * (1 / scale) > m)
+    assert int(apart.sum()) > 20
+    for i in apart.nonzero()[:4, 0]:
+        assert_same(torch.stack([scale[i], x[i]])[None], double_quant=False)
+
+
 def test_quantize_on_the_edges(random: torch.Generator) -> None:
     """Codes, midpoints and their neighbours; blocks of zeros and of values so small that they count as zero; a value
     that is not finite."""

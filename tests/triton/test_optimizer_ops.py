@@ -33,6 +33,13 @@ def test_clip_is_clip_grad_norm(
     oracle.test_clip_is_clip_grad_norm(memory, fp32_ops, torch.float32, random, size, max_norm)
 
 
+def test_a_sum_with_more_blocks_than_programs(
+    memory: GuardedMemory, fp32_ops: Ops, random: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quatrain.ops.grad_norm.triton.SQUARES_PARTS", 4)
+    oracle.test_clip_is_clip_grad_norm(memory, fp32_ops, torch.float32, random, 2.0, 1.0)
+
+
 def test_more_segments_than_the_kernel_reads_at_once(memory: GuardedMemory, fp32_ops: Ops) -> None:
     grads = [torch.full((1,), float(i)) for i in range(150)]
     want = sum(i * i for i in range(150)) ** 0.5 / 5

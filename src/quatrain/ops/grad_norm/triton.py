@@ -40,7 +40,7 @@ def clip_scale_kernel(
     count = tl.load(tokens).to(tl.float64)
     mean = tl.sqrt(tl.sum(total, axis=0)) / count
     loss = tl.load(loss_sum)
-    bad = (mean - mean != 0) | (loss - loss != 0) | (count <= 0)  # infinity and NaN differ from themselves here
+    bad = (mean - mean != 0) | (loss - loss != 0)  # infinity or NaN, such as a norm divided by no tokens
     factor = 1 / count
     if max_norm is not None:
         factor = tl.where(mean + 1e-6 > max_norm, max_norm / (mean + 1e-6) / count, factor)
