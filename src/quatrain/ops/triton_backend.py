@@ -10,6 +10,7 @@ from importlib import import_module
 import torch
 
 from quatrain.ops.adamw.triton import adamw_step
+from quatrain.ops.attention.triton import attention_backward, attention_forward
 from quatrain.ops.dropout.triton import dropout_keys
 from quatrain.ops.embedding.triton import embedding_forward
 from quatrain.ops.grad_norm.triton import clip_scale, sum_squares
@@ -38,8 +39,8 @@ def triton_ops(scratch: torch.Tensor) -> Ops:
         linear_lora_forward=partial(linear_lora_forward, scratch=scratch),
         linear_lora_backward=partial(linear_lora_backward, scratch=scratch),
         lora_down_forward=lora_down_forward,
-        attention_forward=_late("attention", "attention_forward"),
-        attention_backward=partial(_late("attention", "attention_backward"), scratch=scratch),
+        attention_forward=attention_forward,
+        attention_backward=partial(attention_backward, scratch=scratch),
         swiglu_forward=swiglu_forward,
         swiglu_backward=swiglu_backward,
         head_loss=_late("head_loss", "head_loss"),

@@ -92,6 +92,39 @@ TABLE |= {
     "add_partials": {"*": {"BLOCK": 256, "num_warps": 2, "num_stages": 1}},
 }
 
+
+def _attention(m: int, n: int, warps: int, stages: int, *, widen: bool = False) -> Config:
+    """Blocks of queries and keys; `widen` for products without tensor cores."""
+    return {"BLOCK_M": m, "BLOCK_N": n, "WIDEN": widen, "num_warps": warps, "num_stages": stages}
+
+
+def _tiles(usual: Config, cdna: Config, plain: Config, **others: Config) -> dict[str, Config]:
+    """A row; `plain` is for products without tensor cores: on Turing, and of fp32, which is exact."""
+    plain["WIDEN"] = True
+    return {"*": usual, "cdna": cdna, "turing": plain, "*/fp32": plain} | {
+        name.replace("_", "/"): other for name, other in others.items()
+    }
+
+
+# By the width of the head; what the compiler makes of them without spilling. Not measured yet.
+TABLE |= {
+    "attention_statistics": {"*": {"BLOCK_M": 64, "num_warps": 4, "num_stages": 1}},
+    "attention_forward/64": _tiles(_attention(128, 64, 8, 3), _attention(128, 64, 8, 1), _attention(32, 16, 4, 1)),
+    "attention_dq/64": _tiles(_attention(128, 64, 8, 2), _attention(64, 64, 4, 1), _attention(32, 32, 8, 1)),
+    "attention_dkdv/64": _tiles(_attention(32, 64, 4, 3), _attention(32, 64, 4, 1), _attention(32, 16, 4, 1)),
+    "attention_forward/128": _tiles(_attention(128, 64, 8, 2), _attention(128, 64, 8, 1), _attention(32, 32, 8, 1)),
+    "attention_dq/128": _tiles(_attention(64, 64, 8, 2), _attention(64, 32, 4, 1), _attention(16, 32, 8, 1)),
+    "attention_dkdv/128": _tiles(
+        _attention(32, 64, 8, 2), _attention(32, 64, 8, 1), _attention(16, 16, 8, 1),
+        turing_fp32=_attention(16, 16, 4, 1), turing_fp16=_attention(16, 16, 4, 1, widen=True),
+    ),
+    "attention_forward/256": _tiles(_attention(64, 32, 8, 2), _attention(64, 32, 8, 1), _attention(16, 16, 4, 1)),
+    "attention_dq/256": _tiles(_attention(32, 32, 8, 2), _attention(32, 32, 4, 1), _attention(16, 16, 4, 1)),
+    "attention_dkdv/256": _tiles(
+        _attention(32, 32, 8, 2), _attention(32, 32, 4, 1), _attention(16, 8, 4, 1), cdna_fp32=_attention(16, 16, 4, 1)
+    ),
+}  # fmt: skip
+
 PRODUCTS: dict[str, tuple[int, float]] = {
     "*": (64, 2**35),
     "hopper": (64, 2**34),

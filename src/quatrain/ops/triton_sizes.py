@@ -71,15 +71,17 @@ def squares_partials() -> Part:
     return (SQUARES_PARTS,), torch.float64
 
 
-def attention_backward_bytes(tokens: int, heads: int) -> int:
-    """Two fp32 statistics of every score row."""
-    return 2 * 4 * heads * tokens
+def attention_statistics(tokens: int, heads: int) -> Part:
+    """A number of every score row."""
+    import torch
+
+    return (heads, tokens), torch.float32
 
 
 def scratch_bytes(sizes: Sizes, *, weight: bool = True) -> int:
     """The most that any op needs. Without `weight` there is no room for a dequantised weight: products then read NF4
     themselves, which is slower for many tokens."""
-    t, needs = sizes.tokens, [attention_backward_bytes(sizes.tokens, sizes.heads)]
+    t, needs = sizes.tokens, [carved_bytes(*2 * [attention_statistics(sizes.tokens, sizes.heads)])]
     for k, outs in sizes.groups:
         for n in outs:
             du: Part = ((t, sizes.rank), sizes.dtype)
