@@ -3,9 +3,7 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 
 import torch
 
@@ -14,6 +12,7 @@ from quatrain.ops.attention.triton import attention_backward, attention_forward
 from quatrain.ops.dropout.triton import dropout_keys
 from quatrain.ops.embedding.triton import embedding_forward
 from quatrain.ops.grad_norm.triton import clip_scale, sum_squares
+from quatrain.ops.head_loss.triton import head_loss
 from quatrain.ops.linear_lora.triton import linear_lora_backward, linear_lora_forward, lora_down_forward
 from quatrain.ops.nf4 import Nf4Tensor
 from quatrain.ops.nf4 import triton as nf4
@@ -43,7 +42,7 @@ def triton_ops(scratch: torch.Tensor) -> Ops:
         attention_backward=partial(attention_backward, scratch=scratch),
         swiglu_forward=swiglu_forward,
         swiglu_backward=swiglu_backward,
-        head_loss=_late("head_loss", "head_loss"),
+        head_loss=partial(head_loss, scratch=scratch),
         sum_squares=partial(sum_squares, scratch=scratch),
         clip_scale=clip_scale,
         adamw_step=adamw_step,
@@ -66,12 +65,3 @@ def relative_error(w: Nf4Tensor, weight: torch.Tensor) -> float:
 
 def _cpu() -> Backend:
     return select_backend("cpu", torch.float32, threads=torch.get_num_threads())
-
-
-def _late(op: str, name: str) -> Callable[..., None]:
-    """An op whose module is imported when it is first called."""
-
-    def call(*args: object, **more: object) -> None:
-        getattr(import_module(f"quatrain.ops.{op}.triton"), name)(*args, **more)
-
-    return call

@@ -98,6 +98,11 @@ def _attention(m: int, n: int, warps: int, stages: int, *, widen: bool = False) 
     return {"BLOCK_M": m, "BLOCK_N": n, "WIDEN": widen, "num_warps": warps, "num_stages": stages}
 
 
+def _cached(n: int, warps: int, stages: int) -> Config:
+    """Slots of the cache at a time."""
+    return {"BLOCK_N": n, "WIDEN": False, "num_warps": warps, "num_stages": stages}
+
+
 def _tiles(usual: Config, cdna: Config, plain: Config, **others: Config) -> dict[str, Config]:
     """A row; `plain` is for products without tensor cores: on Turing, and of fp32, which is exact."""
     plain["WIDEN"] = True
@@ -108,7 +113,7 @@ def _tiles(usual: Config, cdna: Config, plain: Config, **others: Config) -> dict
 
 # By the width of the head; what the compiler makes of them without spilling. Not measured yet.
 TABLE |= {
-    "attention_statistics": {"*": {"BLOCK_M": 64, "num_warps": 4, "num_stages": 1}},
+    **{f"attention_statistics/{d}": {"*": {"BLOCK_M": 64, "num_warps": 4, "num_stages": 1}} for d in (64, 128, 256)},
     "attention_forward/64": _tiles(_attention(128, 64, 8, 3), _attention(128, 64, 8, 1), _attention(32, 16, 4, 1)),
     "attention_dq/64": _tiles(_attention(128, 64, 8, 2), _attention(64, 64, 4, 1), _attention(32, 32, 8, 1)),
     "attention_dkdv/64": _tiles(_attention(32, 64, 4, 3), _attention(32, 64, 4, 1), _attention(32, 16, 4, 1)),
@@ -123,6 +128,12 @@ TABLE |= {
     "attention_dkdv/256": _tiles(
         _attention(32, 32, 8, 2), _attention(32, 32, 4, 1), _attention(16, 8, 4, 1), cdna_fp32=_attention(16, 16, 4, 1)
     ),
+    "attention_cached/64": _tiles(_cached(64, 4, 2), _cached(64, 4, 1), _cached(32, 4, 1)),
+    "attention_cached/128": _tiles(_cached(64, 4, 2), _cached(64, 4, 1), _cached(16, 4, 1)),
+    "attention_cached/256": _tiles(_cached(32, 4, 2), _cached(32, 4, 1), _cached(16, 4, 1)),
+    "attention_cached_add": {"*": {"num_warps": 1, "num_stages": 1}},
+    "head_rows": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
+    "cross_entropy": {"*": {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}},
 }  # fmt: skip
 
 PRODUCTS: dict[str, tuple[int, float]] = {

@@ -28,6 +28,9 @@ SQUARES_PARTS = 1024
 LOGITS_BYTES = 256 << 20
 """About the size of a chunk of logits. The fewer chunks, the fewer passes over the head."""
 
+CACHE_PART = 256
+"""Slots of a key/value cache that one program of the attention looks at."""
+
 Part = tuple[Sequence[int], "torch.dtype"]
 """Shape and dtype of a temporary."""
 
@@ -78,6 +81,19 @@ def attention_statistics(tokens: int, heads: int) -> Part:
     return (heads, tokens), torch.float32
 
 
+def cached_attention_parts(rows: int, heads: int, slots: int, head_dim: int) -> list[Part]:
+    """Partial sums, maxima and totals of the softmax over a cache."""
+    import torch
+
+    parts = -(-slots // CACHE_PART)
+    return [((rows, heads, parts, *last), torch.float32) for last in ((head_dim,), (), ())]
+
+
+def head_rows(rows: int, hidden: int, dtype: torch.dtype) -> Part:
+    """The hidden states of a chunk of supervised rows, and then their gradient."""
+    return (rows, hidden), dtype
+
+
 def scratch_bytes(sizes: Sizes, *, weight: bool = True) -> int:
     """The most that any op needs. Without `weight` there is no room for a dequantised weight: products then read NF4
     themselves, which is slower for many tokens."""
@@ -90,6 +106,8 @@ def scratch_bytes(sizes: Sizes, *, weight: bool = True) -> int:
                 needs.append(carved_bytes(du, ((n, k), sizes.dtype)))
     needs.append(carved_bytes(norm_partials(max(sizes.hidden, sizes.head_dim))))
     needs.append(carved_bytes(squares_partials()))
+    chunk = sizes.head_chunk * sizes.wide.itemsize // sizes.dtype.itemsize
+    needs.append(carved_bytes(head_rows(chunk, sizes.hidden, sizes.dtype)))
     return max(needs)
 
 

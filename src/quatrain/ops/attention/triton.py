@@ -85,18 +85,18 @@ def attention_backward(
 
 def _how(name: str, q: torch.Tensor, k: torch.Tensor) -> Config:
     (_, heads, dim), kv_heads = q.shape, k.shape[1]
-    return config_for(_key(name, dim), q) | _shape(name, heads, kv_heads, dim)
+    return config_for(key(name, dim), q) | shape(heads, kv_heads, dim)
 
 
-def _key(name: str, dim: int) -> str:
-    """The table's key: tiles go by the width of the head."""
-    return f"attention_{name}" if name == "statistics" else f"attention_{name}/{max(64, triton.next_power_of_2(dim))}"
+def key(name: str, dim: int) -> str:
+    """A kernel's row in the table: blocks go by the width of the head."""
+    return f"attention_{name}/{max(64, triton.next_power_of_2(dim))}"
 
 
-def _shape(name: str, heads: int, kv_heads: int, dim: int) -> Config:
-    """A tile spans the whole head, widened to a power of two that a product can take."""
-    shape = {"HEADS": heads, "HEAD_DIM": dim, "BLOCK_D": max(16, triton.next_power_of_2(dim))}
-    return shape if name == "statistics" else shape | {"KV_HEADS": kv_heads}
+def shape(heads: int, kv_heads: int, dim: int) -> Config:
+    """What the kernels know of a model. A tile spans the whole head, widened to a power of two that a product takes."""
+    width = max(16, triton.next_power_of_2(dim))
+    return {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": dim, "BLOCK_D": width}
 
 
 def cases(arch: str, dtype: str) -> list[Case]:
@@ -109,7 +109,7 @@ def cases(arch: str, dtype: str) -> list[Case]:
     }
     for heads, kv_heads, dim in ((9, 3, 64), (32, 32, 96), (32, 8, 128), (16, 2, 256)):
         for name, (kernel, types) in kernels.items():
-            how = config(_key(name, dim), arch, dtype) | _shape(name, heads, kv_heads, dim)
+            how = config(key(name, dim), arch, dtype) | shape(heads, kv_heads, dim)
             made.append(Case(kernel, types, how, f"{heads}/{kv_heads} heads of {dim}"))
     return made
 
@@ -127,13 +127,13 @@ def attention_forward_kernel(
     first = _first_keys(i, row_start, row_end, tokens, window)
     live = first <= i
     stop = tl.max(tl.where(live, i + 1, 0))
-    queries = _load(q, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
+    queries = load_tile(q, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
     top = tl.full([BLOCK_M], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in range(tl.min(first), stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
-        keys = _load(k, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
+        keys = load_tile(k, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
         scores = tl.dot(queries, keys.T, input_precision="ieee") * scale2
         visible = (j[None, :] >= first[:, None]) & (j[None, :] <= i[:, None])
         scores = tl.where(visible, scores, float("-inf"))
@@ -141,10 +141,10 @@ def attention_forward_kernel(
         p = tl.exp2(scores - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         top, total = new_top, total * shrink + tl.sum(p, 1)
-        values = _load(v, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
+        values = load_tile(v, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
         acc = tl.dot(p.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
     total = tl.where(live, total, 1.0)
-    _store(out, acc / total[:, None], m, tokens, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_tile(out, acc / total[:, None], m, tokens, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
     natural = tl.where(live, (top + tl.log2(total)) * LN2, 0.0)
     tl.store(lse + i * HEADS + head, natural, mask=i < tokens)
 
@@ -152,13 +152,13 @@ def attention_forward_kernel(
 @triton.jit
 def attention_statistics_kernel(
     delta, lse2, dout, out, lse, tokens,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta and lse2 [Hq, T] of BLOCK_M queries of one head: rowsum(dout * out), and lse in units of log 2."""
     head, m = tl.program_id(0), tl.program_id(1) * BLOCK_M
     i = m + tl.arange(0, BLOCK_M)
-    d = _load(dout, m, tokens, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    o = _load(out, m, tokens, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    d = load_tile(dout, m, tokens, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    o = load_tile(out, m, tokens, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, True)
     natural = tl.load(lse + i * HEADS + head, mask=i < tokens, other=0.0)
     at = head * tokens + i
     tl.store(delta + at, tl.sum(d * o, 1), mask=i < tokens)
@@ -177,8 +177,8 @@ def attention_dkdv_kernel(
     end = tl.load(row_end + j, mask=j < tokens, other=0)
     last = tl.where(j < end, tl.minimum(end, j + window), 0)  # queries j <= i < last see key j
     stop = tl.max(last)
-    keys = _load(k, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
-    values = _load(v, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
+    keys = load_tile(k, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
+    values = load_tile(v, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
     dkeys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dvalues = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for g in range(HEADS // KV_HEADS):
@@ -186,17 +186,17 @@ def attention_dkdv_kernel(
         for m in range(n, stop, BLOCK_M):
             i = m + tl.arange(0, BLOCK_M)
             at = head * tokens + i
-            queries = _load(q, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
+            queries = load_tile(q, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
             scores = tl.dot(keys, queries.T, input_precision="ieee") * scale2
             visible = (i[None, :] >= j[:, None]) & (i[None, :] < last[:, None])
             p = tl.where(visible, tl.exp2(scores - tl.load(lse2 + at, mask=i < stop, other=0.0)[None, :]), 0.0)
-            d = _load(dout, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
+            d = load_tile(dout, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
             dvalues = tl.dot(p.to(d.dtype), d, dvalues, input_precision="ieee")
             dp = tl.dot(values, d.T, input_precision="ieee")
             ds = p * (dp - tl.load(delta + at, mask=i < stop, other=0.0)[None, :])
             dkeys = tl.dot(ds.to(queries.dtype), queries, dkeys, input_precision="ieee")
-    _store(dk, dkeys * scale, n, tokens, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D)
-    _store(dv, dvalues, n, tokens, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_tile(dk, dkeys * scale, n, tokens, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_tile(dv, dvalues, n, tokens, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D)
 
 
 @triton.jit
@@ -211,23 +211,23 @@ def attention_dq_kernel(
     i = m + tl.arange(0, BLOCK_M)
     first = _first_keys(i, row_start, row_end, tokens, window)
     stop = tl.max(tl.where(first <= i, i + 1, 0))
-    queries = _load(q, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
-    d = _load(dout, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
+    queries = load_tile(q, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
+    d = load_tile(dout, m, stop, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D, WIDEN)
     at = head * tokens + i
     row_lse2 = tl.load(lse2 + at, mask=i < stop, other=0.0)
     row_delta = tl.load(delta + at, mask=i < stop, other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for n in range(tl.min(first), stop, BLOCK_N):
         j = n + tl.arange(0, BLOCK_N)
-        keys = _load(k, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
-        values = _load(v, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
+        keys = load_tile(k, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
+        values = load_tile(v, n, stop, kv_head, KV_HEADS, HEAD_DIM, BLOCK_N, BLOCK_D, WIDEN)
         scores = tl.dot(queries, keys.T, input_precision="ieee") * scale2
         visible = (j[None, :] >= first[:, None]) & (j[None, :] <= i[:, None])
         p = tl.where(visible, tl.exp2(scores - row_lse2[:, None]), 0.0)
         dp = tl.dot(d, values.T, input_precision="ieee")
         ds = p * (dp - row_delta[:, None])
         acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee")
-    _store(dq, acc * scale, m, tokens, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_tile(dq, acc * scale, m, tokens, head, HEADS, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
@@ -239,7 +239,7 @@ def _first_keys(i, row_start, row_end, tokens, window):
 
 
 @triton.jit
-def _load(
+def load_tile(
     x, first, stop, head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -251,7 +251,7 @@ def _load(
 
 
 @triton.jit
-def _store(
+def store_tile(
     x, values, first, stop, head,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
