@@ -95,7 +95,8 @@ def cached_add_kernel(
     b, d = tl.program_id(1), tl.arange(0, BLOCK_D)
     head = b * tl.num_programs(0) + tl.program_id(0)
     length = tl.load(lengths + b).to(tl.int32)
-    top, total, acc = LOWEST, 0.0, tl.zeros([BLOCK_D], tl.float32)
+    top, total = tl.full([], LOWEST, tl.float32), 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
     for part in range(tl.maximum(length - window, 0) // PART, tl.cdiv(length, PART)):
         at = head.to(tl.int64) * parts + part
         part_top = tl.load(tops + at)

@@ -57,12 +57,12 @@ def head_loss(
 def copy_rows_kernel(out, x, rows, targets, D, BACK: tl.constexpr, BLOCK: tl.constexpr):
     """out[r] = x[rows[r]], zero for an inert r; BACK: out[rows[r]] = x[r], nothing for an inert r."""
     r, d = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live, row = tl.load(targets + r) >= 0, tl.load(rows + r)
-    listed, compact, inside = row * D + d, r.to(tl.int64) * D + d, d < D
+    live = d < tl.where(tl.load(targets + r) >= 0, D, 0)
+    listed, compact = tl.load(rows + r) * D + d, r.to(tl.int64) * D + d
     if BACK:
-        tl.store(out + listed, tl.load(x + compact, mask=inside), mask=inside & live)
+        tl.store(out + listed, tl.load(x + compact, mask=live), mask=live)
     else:
-        tl.store(out + compact, tl.load(x + listed, mask=inside & live, other=0.0), mask=inside)
+        tl.store(out + compact, tl.load(x + listed, mask=live, other=0.0), mask=d < D)
 
 
 @triton.jit
@@ -73,8 +73,8 @@ def cross_entropy_kernel(losses, logits, targets, V, GRADIENT: tl.constexpr, BLO
     row, target = logits + r.to(tl.int64) * V, tl.load(targets + r)
     live = target >= 0
     # Before the first reduction, behind whose barrier other warps may overwrite the place.
-    wanted = tl.load(row + target, mask=live, other=0.0).to(tl.float32)
-    top, total = LOWEST, 0.0
+    wanted = tl.load(row + tl.maximum(target, 0)).to(tl.float32)
+    top, total = tl.full([], LOWEST, tl.float32), 0.0
     for start in range(0, V, BLOCK):
         x = tl.load(row + start + v, mask=start + v < V, other=float("-inf")).to(tl.float32)
         new_top = tl.maximum(top, tl.max(x, 0))
