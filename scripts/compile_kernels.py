@@ -129,7 +129,7 @@ def resources(text: str, cuda: bool) -> dict[str, int]:
     if cuda:
         spills = numbers(r"(\d+) bytes spill stores") + numbers(r"(\d+) bytes spill loads")
         return {"registers": max(numbers(r"Used (\d+) registers")), "spills": sum(spills)}
-    spills = numbers(r"\.vgpr_spill_count:\s+(\d+)") + numbers(r"\.sgpr_spill_count:\s+(\d+)")
+    spills = numbers(r"\.vgpr_spill_count:\s+(\d+)") + numbers(r"\.private_segment_fixed_size:\s+(\d+)")
     return {"registers": max(numbers(r"\.vgpr_count:\s+(\d+)")), "spills": sum(spills)}
 
 

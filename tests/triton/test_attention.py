@@ -91,7 +91,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_forward_and_every_gradient(memory: GuardedMemory, ops: Ops, dtype: torch.dtype, case: tuple) -> None:
     """Inert tokens hold NaN: they get zeros and nobody sees them."""
     run = Run(memory, ops, dtype, *case)
-    lengths, _, heads, _, dim, window = case
+    lengths, _, _, _, dim, window = case
     leaves = [autograd.leaf(t[: run.live]) for t in (run.q, run.k, run.v)]
     # P and dS are rounded to the dtype before the products, `out` before the backward reads it for delta.
     bound = tol.reduction(torch.float32, max([1, *lengths]) * dim) + tol.elementwise(dtype, 6)

@@ -1,4 +1,4 @@
-"""Attention over a key/value cache: every row against autograd's last query, whatever the parts and the cache's size."""
+"""Attention over a key/value cache: every row against autograd's last query, whatever the parts and the size."""
 
 from __future__ import annotations
 
@@ -41,9 +41,7 @@ def part(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(1, 1, 16), (3, 1, 64), (4, 2, 96), (8, 2, 128), (8, 1, 256)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(1, 1, 16), (3, 1, 64), (4, 2, 96), (8, 2, 128), (8, 1, 256)])
 def test_last_query_of_each_row(
     memory: GuardedMemory, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:

@@ -1,4 +1,4 @@
-"""The head's Triton kernels: the oracles of tests/ops, and what only a list of rows of static size has: inert entries."""
+"""The head's Triton kernels: the oracles of tests/ops, and what only a list of static size has: inert entries."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_an_overflow_shows(memory: GuardedMemory, ops: Ops) -> None:
 
 
 def test_a_vocabulary_in_bf16(memory: GuardedMemory) -> None:
-    """The kernel alone, whose arithmetic is fp32: logits [c, V] become their gradient in place. The interpreter cuts off
-    where a GPU rounds: one step of bf16."""
+    """The kernel alone, whose arithmetic is fp32: logits [c, V] become their gradient in place. The interpreter cuts
+    off where a GPU rounds: one step of bf16."""
     from quatrain.ops.head_loss.triton import cross_entropy_kernel
 
     logits = torch.randn(3, 301, generator=torch.Generator().manual_seed(1)).mul_(4).bfloat16()

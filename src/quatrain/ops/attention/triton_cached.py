@@ -1,5 +1,5 @@
-"""Attention of one new token a row over its cache, on CUDA: the cache is cut into parts of a fixed length, whose partial
-softmaxes are then added up in order.
+"""Attention of one new token a row over its cache, on CUDA: parts of a fixed length side by side, then their sum in
+order.
 
 The grid depends on the size of the cache alone; a part that a row has not reached, or that its window has left behind,
 ends at once. The query heads of a group are the rows of one tile. A row's numbers depend on itself alone.
@@ -55,7 +55,7 @@ def cached_part_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """accs [B, Hq, parts, D], tops and totals [B, Hq, parts] (fp32, log 2) of one part for the heads of one key head."""
+    """accs [B, Hq, parts, D], tops and totals [B, Hq, parts] (fp32, log 2) of a part, for one key head's heads."""
     kv_head, part, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + b).to(tl.int32)
     first = tl.maximum(length - window, part * PART)

@@ -67,8 +67,8 @@ def copy_rows_kernel(out, x, rows, targets, D, BACK: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def cross_entropy_kernel(losses, logits, targets, V, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """losses[r] of logits [R, V]; GRADIENT: row r of logits becomes its gradient. Softmax and sums are fp32, over blocks
-    of the vocabulary in order."""
+    """losses[r] of logits [R, V]; GRADIENT: row r of logits becomes its gradient. Softmax and sums are fp32, block
+    after block of the vocabulary."""
     r, v = tl.program_id(0), tl.arange(0, BLOCK)
     row, target = logits + r.to(tl.int64) * V, tl.load(targets + r)
     live = target >= 0
