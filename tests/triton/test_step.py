@@ -1,5 +1,4 @@
-"""Whole training steps of the engine on Triton kernels, against the reference ops. Attention and head are the
-reference's: on the GPU they take rows in another form (tests of their own)."""
+"""Whole training steps of the engine on Triton kernels, against the reference ops."""
 
 from __future__ import annotations
 
@@ -14,7 +13,8 @@ import torch
 from oracles import families, hf
 from oracles.engine import make_config, open_pipeline
 
-from quatrain.ops.select import Backend, Ops, reference_ops, triton_backend
+from quatrain.ops.attention import RowBounds
+from quatrain.ops.select import Backend, Ops, triton_backend
 
 OPTIONS = {
     "qwen3-norms-dropout": ("qwen3", {"train_norms": True, "lora_dropout": 0.2, "checkpoint": "block"}),
@@ -22,13 +22,25 @@ OPTIONS = {
 }
 
 
-def triton_but_for_attention_and_head(device: str, dtype: torch.dtype, *_: Any) -> Backend:
-    """In place of `select_backend`."""
-    backend, reference = triton_backend(dtype, "sm_80"), reference_ops(torch.empty(0, dtype=torch.uint8))
-    kept = {name: getattr(reference, name) for name in ("attention_forward", "attention_backward", "head_loss")}
+def triton_ops_on_host_rows(device: str, dtype: torch.dtype, *_: Any) -> Backend:
+    """In place of `select_backend`. The engine's rows on the CPU are a list; attention gets them as on the GPU."""
+    backend = triton_backend(dtype, "sm_80")
 
     def bind(scratch: torch.Tensor) -> Ops:
-        return replace(backend.bind(scratch), **kept)
+        ops = backend.bind(scratch)
+
+        def on_bounds(op: Callable[..., None], q: int) -> Callable[..., None]:
+            def call(*args: Any) -> None:
+                *tensors, cu_seqlens, scale, window = args
+                op(*tensors, RowBounds.of(cu_seqlens, tensors[q].shape[0]), scale, window)
+
+            return call
+
+        return replace(
+            ops,
+            attention_forward=on_bounds(ops.attention_forward, 2),
+            attention_backward=on_bounds(ops.attention_backward, 6),
+        )
 
     return replace(backend, bind=bind)
 
@@ -41,7 +53,7 @@ def test_steps_equal_the_reference(
     variant, rows = families.BY_NAME[family], hf.make_rows([6, 1, 17], families.VOCAB, seed=5)
     results: list[tuple[dict[str, torch.Tensor], Any]] = []
     select: Callable[..., Backend]
-    for name, select in (("reference", None), ("triton", triton_but_for_attention_and_head)):
+    for name, select in (("reference", None), ("triton", triton_ops_on_host_rows)):
         if select is not None:
             monkeypatch.setattr("quatrain.engine.setup.select_backend", select)
         pipeline = open_pipeline(variant, tmp_path / name, config)
