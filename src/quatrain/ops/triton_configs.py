@@ -116,7 +116,7 @@ TABLE |= {
     **{f"attention_statistics/{d}": {"*": {"BLOCK_M": 64, "num_warps": 4, "num_stages": 1}} for d in (64, 128, 256)},
     "attention_forward/64": _tiles(_attention(128, 64, 8, 3), _attention(128, 64, 8, 1), _attention(32, 16, 4, 1)),
     "attention_dq/64": _tiles(_attention(128, 64, 8, 2), _attention(64, 64, 4, 1), _attention(16, 32, 4, 1)),
-    "attention_dkdv/64": _tiles(_attention(32, 64, 4, 3), _attention(32, 64, 4, 1), _attention(16, 16, 4, 1)),
+    "attention_dkdv/64": _tiles(_attention(32, 64, 4, 3), _attention(32, 64, 4, 1), _attention(16, 32, 8, 1)),
     "attention_forward/128": _tiles(_attention(128, 64, 8, 2), _attention(128, 64, 8, 1), _attention(32, 32, 8, 1)),
     "attention_dq/128": _tiles(_attention(64, 64, 8, 2), _attention(64, 32, 4, 1), _attention(16, 32, 8, 1)),
     "attention_dkdv/128": _tiles(
