@@ -104,7 +104,8 @@ def _cached(n: int, warps: int, stages: int) -> Config:
 
 
 def _tiles(usual: Config, cdna: Config, plain: Config, **others: Config) -> dict[str, Config]:
-    """A row; `plain` is for products without tensor cores: on Turing, and of fp32, which is exact."""
+    """A row; `plain` is for products without tensor cores: on Turing, and of fp32, which is exact. `others` are more
+    classes, or class_dtype."""
     plain["WIDEN"] = True
     return {"*": usual, "cdna": cdna, "turing": plain, "*/fp32": plain} | {
         name.replace("_", "/"): other for name, other in others.items()
@@ -118,9 +119,11 @@ TABLE |= {
     "attention_dq/64": _tiles(_attention(128, 64, 8, 2), _attention(64, 64, 4, 1), _attention(16, 32, 4, 1)),
     "attention_dkdv/64": _tiles(_attention(32, 64, 4, 3), _attention(32, 64, 4, 1), _attention(16, 32, 8, 1)),
     "attention_forward/128": _tiles(_attention(128, 64, 8, 2), _attention(128, 64, 8, 1), _attention(32, 32, 8, 1)),
-    "attention_dq/128": _tiles(_attention(64, 64, 8, 2), _attention(64, 32, 4, 1), _attention(16, 32, 8, 1)),
+    "attention_dq/128": _tiles(
+        _attention(64, 64, 8, 2), _attention(64, 32, 4, 1), _attention(16, 32, 8, 1), hopper=_attention(128, 64, 8, 2)
+    ),
     "attention_dkdv/128": _tiles(
-        _attention(32, 64, 8, 2), _attention(32, 64, 8, 1), _attention(16, 16, 8, 1),
+        _attention(32, 64, 8, 2), _attention(32, 64, 8, 1), _attention(16, 16, 8, 1), hopper=_attention(64, 64, 8, 2),
         turing_fp32=_attention(16, 16, 4, 1), turing_fp16=_attention(16, 16, 4, 1, widen=True),
     ),
     "attention_forward/256": _tiles(_attention(64, 32, 8, 2), _attention(64, 32, 8, 1), _attention(16, 16, 4, 1)),
