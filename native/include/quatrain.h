@@ -95,6 +95,13 @@ QT_API size_t qt_linear_backward_scratch_bytes(const qt_context *context, int32_
 QT_API int32_t qt_linear_backward(qt_context *context, int32_t dtype, void *dx, const void *x, const qt_linear *linears,
                            int64_t count, int64_t tokens, const qt_dropout *dropout, void *scratch, size_t scratch_bytes);
 
+/* The forward for a few tokens, reading NF4 codes as they are; no dropout. A token's bits do not depend on the tokens
+ * beside it. Values agree with qt_linear_forward's within rounding. */
+QT_API size_t qt_linear_decode_scratch_bytes(const qt_context *context, int32_t dtype, const qt_linear *linears,
+                                             int64_t count, int64_t tokens);
+QT_API int32_t qt_linear_decode(qt_context *context, int32_t dtype, const void *x, const qt_linear *linears, int64_t count,
+                                const void *residual, int64_t tokens, void *scratch, size_t scratch_bytes);
+
 /* Causal grouped-query attention over rows of a packed stream. cu_seqlens [rows + 1]; q, out [tokens, heads, dim];
  * k, v [tokens, kv_heads, dim]; lse fp32 [tokens, heads]; window 0: none. All outputs =. dq may be dout. */
 typedef struct {
@@ -112,6 +119,14 @@ QT_API int32_t qt_attention_backward(qt_context *context, int32_t dtype, void *d
                                      const void *out, const float *lse, const void *q, const void *k, const void *v,
                                      const int64_t *cu_seqlens, int64_t rows, const qt_attention *shape, void *scratch,
                                      size_t scratch_bytes);
+
+/* One new token a row over a cache: k, v [rows, kv_heads, dim] go to slot lengths[row] - 1 of keys, values [rows, slots,
+ * kv_heads, dim], then out [rows, heads, dim] = attention of q over the last `window` of the row's lengths[row] slots. */
+QT_API size_t qt_attention_cached_scratch_bytes(const qt_context *context, int32_t dtype, const qt_attention *shape,
+                                                int64_t slots);
+QT_API int32_t qt_attention_cached(qt_context *context, int32_t dtype, void *out, const void *q, const void *k,
+                                   const void *v, void *keys, void *values, const int64_t *lengths, int64_t rows,
+                                   int64_t slots, const qt_attention *shape, void *scratch, size_t scratch_bytes);
 
 /* Row-wise ops. All outputs =, but dweight +=. */
 QT_API int32_t qt_rms_norm_forward(qt_context *context, int32_t dtype, void *out, float *rstd, const void *x,

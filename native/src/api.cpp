@@ -119,6 +119,13 @@ bool bad_rows(const int64_t *cu_seqlens, int64_t rows) {
   return false;
 }
 
+bool bad_lengths(const int64_t *lengths, int64_t rows, int64_t slots) {
+  if (!lengths || rows < 1) return true;
+  for (int64_t i = 0; i < rows; ++i)
+    if (lengths[i] < 1 || lengths[i] > slots) return true;
+  return false;
+}
+
 }  // namespace
 
 extern "C" {
@@ -199,6 +206,23 @@ int32_t qt_linear_backward(qt_context *context, int32_t dtype, void *dx, const v
   return kernels->linear_backward(context->pool, dx, x, linears, count, tokens, dropout, scratch, scratch_bytes);
 }
 
+size_t qt_linear_decode_scratch_bytes(const qt_context *context, int32_t dtype, const qt_linear *linears, int64_t count,
+                                      int64_t tokens) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  const qt_dropout none = {nullptr, 0.0};
+  if (!kernels || bad_group(linears, count, tokens, &none)) return 0;
+  return kernels->linear_decode_scratch(linears, count, tokens, context->pool.threads());
+}
+
+int32_t qt_linear_decode(qt_context *context, int32_t dtype, const void *x, const qt_linear *linears, int64_t count,
+                         const void *residual, int64_t tokens, void *scratch, size_t scratch_bytes) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  const qt_dropout none = {nullptr, 0.0};
+  if (!kernels || !x || bad_group(linears, count, tokens, &none)) return QT_BAD_ARGUMENT;
+  if (lacks_pointers(linears, count, true, false) || bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
+  return kernels->linear_decode(context->pool, x, linears, count, residual, tokens, scratch, scratch_bytes);
+}
+
 size_t qt_attention_forward_scratch_bytes(const qt_context *context, int32_t dtype, const qt_attention *shape,
                                           int64_t longest_row) {
   const qt::Kernels *kernels = kernels_for(context, dtype);
@@ -232,6 +256,23 @@ int32_t qt_attention_backward(qt_context *context, int32_t dtype, void *dq, void
   if (bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
   return kernels->attention_backward(context->pool, dq, dk, dv, dout, out, lse, q, k, v, cu_seqlens, rows, *shape, scratch,
                                      scratch_bytes);
+}
+
+size_t qt_attention_cached_scratch_bytes(const qt_context *context, int32_t dtype, const qt_attention *shape,
+                                         int64_t slots) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || bad_attention(shape) || slots < 1) return 0;
+  return kernels->attention_cached_scratch(*shape, slots, context->pool.threads());
+}
+
+int32_t qt_attention_cached(qt_context *context, int32_t dtype, void *out, const void *q, const void *k, const void *v,
+                            void *keys, void *values, const int64_t *lengths, int64_t rows, int64_t slots,
+                            const qt_attention *shape, void *scratch, size_t scratch_bytes) {
+  const qt::Kernels *kernels = kernels_for(context, dtype);
+  if (!kernels || bad_attention(shape) || bad_lengths(lengths, rows, slots)) return QT_BAD_ARGUMENT;
+  if (!out || !q || !k || !v || !keys || !values || bad_scratch(scratch, scratch_bytes)) return QT_BAD_ARGUMENT;
+  return kernels->attention_cached(context->pool, out, q, k, v, keys, values, lengths, rows, slots, *shape, scratch,
+                                   scratch_bytes);
 }
 
 int32_t qt_rms_norm_forward(qt_context *context, int32_t dtype, void *out, float *rstd, const void *x, const float *weight,

@@ -1,7 +1,9 @@
-// Fills a `Kernels` table for activations T with products by G. Included by each ISA's file, compiled with its flags.
+// Fills a `Kernels` table for activations T with products by G, and by D where tokens are few. Included by each ISA's file, compiled with its flags.
 #pragma once
 
 #include "attention.h"
+#include "cached_attention.h"
+#include "decode.h"
 #include "elementwise.h"
 #include "head.h"
 #include "linear.h"
@@ -11,10 +13,12 @@
 
 namespace qt::QT_ISA {
 
-template <class G, class T>
+template <class G, class D, class T>
 constexpr Kernels make_kernels() {
   using L = Linear<G, T>;
+  using F = Decode<D, T>;
   using A = Attention<G, T>;
+  using C = CachedAttention<T>;
   using H = Head<G, T>;
   return Kernels{
       L::forward_scratch,
@@ -33,6 +37,12 @@ constexpr Kernels make_kernels() {
         return L::backward(pool, static_cast<T *>(dx), static_cast<const T *>(x), linears, count, tokens, dropout, scratch,
                            bytes);
       },
+      F::scratch,
+      [](Pool &pool, const void *x, const qt_linear *linears, int64_t count, const void *residual, int64_t tokens,
+         void *scratch, size_t bytes) {
+        return F::run(pool, static_cast<const T *>(x), linears, count, static_cast<const T *>(residual), tokens, scratch,
+                      bytes);
+      },
       A::forward_scratch,
       [](Pool &pool, void *out, float *lse, const void *q, const void *k, const void *v, const int64_t *cu_seqlens,
          int64_t rows, const qt_attention &shape, void *scratch, size_t bytes) {
@@ -46,6 +56,13 @@ constexpr Kernels make_kernels() {
         return A::backward(pool, static_cast<T *>(dq), static_cast<T *>(dk), static_cast<T *>(dv),
                            static_cast<const T *>(dout), static_cast<const T *>(out), lse, static_cast<const T *>(q),
                            static_cast<const T *>(k), static_cast<const T *>(v), cu_seqlens, rows, shape, scratch, bytes);
+      },
+      C::scratch,
+      [](Pool &pool, void *out, const void *q, const void *k, const void *v, void *keys, void *values,
+         const int64_t *lengths, int64_t rows, int64_t slots, const qt_attention &shape, void *scratch, size_t bytes) {
+        return C::run(pool, static_cast<T *>(out), static_cast<const T *>(q), static_cast<const T *>(k),
+                      static_cast<const T *>(v), static_cast<T *>(keys), static_cast<T *>(values), lengths, rows, slots,
+                      shape, scratch, bytes);
       },
       [](Pool &pool, void *out, float *rstd, const void *x, const float *weight, float eps, int64_t rows, int64_t d) {
         return rms_norm_forward(pool, static_cast<T *>(out), rstd, static_cast<const T *>(x), weight, eps, rows, d);

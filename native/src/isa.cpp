@@ -29,11 +29,17 @@ using Bf16 = GemmDot;
 using Bf16 = F32;
 #endif
 
+#if defined(__AVX512BF16__)
+using Bf16Dot = PairDot;
+#else
+using Bf16Dot = WideDot;
+#endif
+
 }  // namespace QT_ISA
 
 const Kernels *QT_JOIN(kernels_, QT_ISA)(int32_t dtype) {
-  static constexpr Kernels f32 = QT_ISA::make_kernels<QT_ISA::F32, float>();
-  static constexpr Kernels bf16 = QT_ISA::make_kernels<QT_ISA::Bf16, QT_ISA::bf16>();
+  static constexpr Kernels f32 = QT_ISA::make_kernels<QT_ISA::F32, QT_ISA::WideDot, float>();
+  static constexpr Kernels bf16 = QT_ISA::make_kernels<QT_ISA::Bf16, QT_ISA::Bf16Dot, QT_ISA::bf16>();
   return dtype == QT_F32 ? &f32 : dtype == QT_BF16 ? &bf16 : nullptr;
 }
 

@@ -17,12 +17,17 @@ struct Kernels {
   size_t (*linear_backward_scratch)(const qt_linear *, int64_t, int64_t, int32_t);
   int (*linear_backward)(Pool &, void *, const void *, const qt_linear *, int64_t, int64_t, const qt_dropout *, void *,
                          size_t);
+  size_t (*linear_decode_scratch)(const qt_linear *, int64_t, int64_t, int32_t);
+  int (*linear_decode)(Pool &, const void *, const qt_linear *, int64_t, const void *, int64_t, void *, size_t);
   size_t (*attention_forward_scratch)(const qt_attention &, int64_t, int32_t);
   int (*attention_forward)(Pool &, void *, float *, const void *, const void *, const void *, const int64_t *, int64_t,
                            const qt_attention &, void *, size_t);
   size_t (*attention_backward_scratch)(const qt_attention &, int64_t, int32_t);
   int (*attention_backward)(Pool &, void *, void *, void *, const void *, const void *, const float *, const void *,
                             const void *, const void *, const int64_t *, int64_t, const qt_attention &, void *, size_t);
+  size_t (*attention_cached_scratch)(const qt_attention &, int64_t, int32_t);
+  int (*attention_cached)(Pool &, void *, const void *, const void *, const void *, void *, void *, const int64_t *, int64_t,
+                          int64_t, const qt_attention &, void *, size_t);
   int (*rms_norm_forward)(Pool &, void *, float *, const void *, const float *, float, int64_t, int64_t);
   int (*rms_norm_backward)(Pool &, void *, float *, const void *, const void *, const float *, const float *, const void *,
                            int64_t, int64_t);

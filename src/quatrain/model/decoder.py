@@ -3,13 +3,15 @@
 Legend: B rows, T tokens of the packed stream, S slots a row of the cache, Hk key/value heads, D head_dim, V vocabulary.
 
 Prompts run packed, without padding, and leave their keys and values in the cache; from then on every row adds one
-token a step, and each weight is dequantised once a step for all rows. Windowed layers keep all keys and look at the
-last ones.
+token a step, through ops that read each weight once for all rows and give a row the same bits beside any others. A step
+is a list of op calls on tensors that stay where they are: it is captured once and then repeated. Windowed layers keep
+all keys and look at the last ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -22,10 +24,10 @@ from quatrain.model.params import ModelParams
 from quatrain.model.rope import inverse_frequencies
 from quatrain.model.spec import ModelSpec
 from quatrain.model.workspace import intermediate_slots, intermediates, op_sizes
-from quatrain.ops.attention.cached import cached_attention_forward
 from quatrain.ops.linear_lora import Linear
 from quatrain.ops.nf4 import Nf4Tensor
-from quatrain.ops.select import Backend, Ops
+from quatrain.ops.rope.reference import rope_tables
+from quatrain.ops.select import Backend, Ops, Sizes
 
 PREFILL_TOKENS = 2048
 """Prompts are packed into streams of about this many tokens."""
@@ -53,56 +55,74 @@ class Decoder:
         self._spec, self._dtype = params.spec, params.embed.dtype
         self._wide = torch.promote_types(self._dtype, torch.float32)
         self._rows: list[list[int]] = []
-        self._keys: list[torch.Tensor] = []  # a layer each: [B, S, Hk, D]
-        self._values: list[torch.Tensor] = []
+        self._arena = Arena([])
+        self._repeat: Callable[[], None] | None = None
+        """The captured step for the present number of rows."""
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around all work of a step, sampling included: torch and the kernels do not compete for cores meanwhile."""
+        return self._backend.running()
 
     def start(self, prompts: Sequence[Sequence[int]], slots: int) -> torch.Tensor:
         """Forgets the rows before; logits [B, V] of the token after each prompt. A row may grow to `slots` tokens."""
-        spec = self._spec
         self._rows = [list(prompt) for prompt in prompts]
-        shape = (len(prompts), slots, spec.num_kv_heads, spec.head_dim)
-        self._keys, self._values = (
-            [torch.zeros(shape, dtype=self._dtype) for _ in range(spec.num_layers)] for _ in range(2)
-        )
-        with self._backend.running():
+        self._arena = Arena(self._step_slots(len(prompts), slots))
+        self._repeat = None
+        with self.running():
+            self._rope_tables(self._arena["cos table"], self._arena["sin table"], torch.arange(slots), 1)
             return self._prefill()
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Adds one token to each row; logits [B, V] of the next."""
-        with self._backend.running():
-            return self._step(tokens)
-
-    def _step(self, tokens: Sequence[int]) -> torch.Tensor:
         for row, token in zip(self._rows, tokens, strict=True):
             row.append(token)
-        if self._spec.rope.kind == "dynamic" and max(map(len, self._rows)) > self._spec.rope.original_max_position:
-            return self._prefill()  # the frequencies of all positions change with the length: no key stays valid
-        lengths = torch.tensor([len(row) for row in self._rows])
-        ids, places = torch.tensor(tokens), torch.arange(len(tokens))
-
-        def attention(layer: int, _: Ops) -> Attention:
-            keys, values = self._keys[layer], self._values[layer]
-
-            def attend(
-                out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                cu_seqlens: Sequence[int], scale: float, window: int | None,
-            ) -> None:  # fmt: skip
-                keys[places, lengths - 1], values[places, lengths - 1] = k, v
-                cached_attention_forward(out, q, keys, values, lengths, scale, window)
-
-            return attend
-
-        return self._forward(ids, lengths - 1, list(range(len(tokens) + 1)), attention)
+        with self.running():
+            if self._spec.rope.kind == "dynamic" and max(map(len, self._rows)) > self._spec.rope.original_max_position:
+                return self._prefill()  # the frequencies of all positions change with the length: no key stays valid
+            arena, rows = self._arena, len(tokens)
+            arena["ids"][:rows] = torch.tensor(tokens)
+            arena["lengths"][:rows] = torch.tensor([len(row) for row in self._rows])
+            for name in ("cos", "sin"):
+                torch.index_select(arena[f"{name} table"], 0, arena["lengths"][:rows] - 1, out=arena[name][:rows])
+            if self._repeat is None:
+                self._repeat = self._backend.capture(arena["op scratch"], self._step)
+            else:
+                self._repeat()
+            return arena["logits"][:rows].to(self._wide, copy=True)
 
     def drop(self, index: int) -> None:
         """Row `index` is done: the last row takes its place."""
         last = len(self._rows) - 1
         self._rows[index] = self._rows[last]
         self._rows.pop()
-        for cache in (self._keys, self._values):
-            for layer, tensor in enumerate(cache):
-                tensor[index] = tensor[last]
-                cache[layer] = tensor[:last]
+        for layer in range(self._spec.num_layers):
+            for cache in self._cache(layer):
+                cache[index] = cache[last]
+        self._repeat = None
+
+    def _step(self, ops: Ops) -> None:
+        """The op calls of one step. Which rows and where they stand is in the arena."""
+        arena, rows = self._arena, len(self._rows)
+
+        def attention(layer: int) -> Attention:
+            keys, values = (cache[:rows] for cache in self._cache(layer))
+
+            def attend(
+                out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                cu_seqlens: Sequence[int], scale: float, window: int | None,
+            ) -> None:  # fmt: skip
+                ops.cached_attention_forward(out, q, k, v, keys, values, arena["lengths"][:rows], scale, window)
+
+            return attend
+
+        few = replace(ops, linear_lora_forward=ops.linear_lora_decode)
+        stream = Stream(few, self._spec, range(rows + 1), arena["cos"][:rows], arena["sin"][:rows], None)
+        final = self._blocks(arena, stream, arena["ids"][:rows], attention)
+        few.linear_lora_forward([arena["logits"][:rows]], [None], final, [Linear(self.params.head)], None)
+
+    def _cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, S, Hk, D]."""
+        return self._arena[f"keys.{layer}"], self._arena[f"values.{layer}"]
 
     def _prefill(self) -> torch.Tensor:
         """Runs all rows from their first token; their keys and values go to the cache."""
@@ -111,74 +131,96 @@ class Decoder:
     def _prefill_rows(self, part: range) -> torch.Tensor:
         rows = [self._rows[i] for i in part]
         bounds = [0, *accumulate(map(len, rows))]
-        ids = torch.tensor([token for row in rows for token in row])
-        positions = torch.cat([torch.arange(len(row)) for row in rows])
+        arena = Arena(self._prefill_slots(bounds[-1], max(map(len, rows))))
+        ops = self._backend.bind(arena["op scratch"])
+        for a, b in pairwise(bounds):
+            self._rope_tables(arena["cos"][a:b], arena["sin"][a:b], torch.arange(b - a), b - a)
 
-        def attention(layer: int, ops: Ops) -> Attention:
+        def attention(layer: int) -> Attention:
+            keys, values = self._cache(layer)
+
             def attend(
                 out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object
             ) -> None:
                 for i, a, b in zip(part, bounds[:-1], bounds[1:], strict=True):
-                    self._keys[layer][i, : b - a] = k[a:b]
-                    self._values[layer][i, : b - a] = v[a:b]
+                    keys[i, : b - a], values[i, : b - a] = k[a:b], v[a:b]
                 ops.attention_forward(out, lse, q, k, v, *rest)
 
             return attend
 
-        return self._forward(ids, positions, bounds, attention)
+        stream = Stream(ops, self._spec, bounds, arena["cos"], arena["sin"], None)
+        final = self._blocks(arena, stream, torch.tensor([token for row in rows for token in row]), attention)
+        last = final[[end - 1 for end in bounds[1:]]]
+        logits = last.new_empty(len(last), self._spec.vocab_size)
+        ops.linear_lora_forward([logits], [None], last, [Linear(self.params.head)], None)
+        return logits.to(self._wide)
 
-    def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, bounds: list[int], attention: Callable[[int, Ops], Attention]
+    def _blocks(
+        self, arena: Arena, stream: Stream, ids: torch.Tensor, attention: Callable[[int], Attention]
     ) -> torch.Tensor:
-        """Logits [rows, V] at each row's last token; `attention(layer, ops)` takes the place of the op."""
-        params, spec, tokens = self.params, self._spec, len(ids)
-        arena = Arena(self._slots(tokens, max(end - start for start, end in pairwise(bounds))))
-        ops = self._backend.bind(arena["op scratch"])
-        x, out, final = arena["x"], arena["out"], arena["final"]
-        stream = Stream(ops, spec, bounds, arena["cos"], arena["sin"], None)
-        self._rope_tables(stream, positions)
-        ops.embedding_forward(x, ids, params.embed)
+        """The final norm's output [T, H]; `attention(layer)` takes the place of the op."""
+        params, spec, ops, tokens = self.params, self._spec, stream.ops, len(ids)
+        x, out, final = (arena[name][:tokens] for name in ("x", "out", "final"))
         saved = intermediates(arena, "generate", tokens, spec)
+        ops.embedding_forward(x, ids, params.embed)
         for layer, block in enumerate(params.blocks):
-            with_cache = replace(stream, ops=replace(ops, attention_forward=attention(layer, ops)))
+            with_cache = replace(stream, ops=replace(ops, attention_forward=attention(layer)))
             block_forward(out, x, saved, block, with_cache, spec.windows[layer])
             arena.release(saved.tensors())
             x, out = out, x
-        ops.rms_norm_forward(final, arena["final_rstd"], x, params.final_norm, spec.rms_norm_eps)
-        last = final[[end - 1 for end in bounds[1:]]]
-        logits = last.new_empty(len(last), spec.vocab_size)
-        ops.linear_lora_forward([logits], [None], last, [Linear(params.head)], None)
-        return logits.to(self._wide)
+        ops.rms_norm_forward(final, arena["final_rstd"][:tokens], x, params.final_norm, spec.rms_norm_eps)
+        return final
 
-    def _rope_tables(self, s: Stream, positions: torch.Tensor) -> None:
-        """cos and sin of the stream. Dynamic frequencies go by each row's length; cached steps are all below the length
-        where that begins to matter."""
-        for start, end in pairwise(s.cu_seqlens):
-            inv_freq, scaling = inverse_frequencies(self._spec.rope, end - start)
-            part = slice(start, end)
-            s.ops.rope_tables(s.cos[part], s.sin[part], positions[part], inv_freq, scaling)
+    def _rope_tables(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, length: int) -> None:
+        """cos and sin for a row of `length` tokens. Only dynamic frequencies go by it; as far as cached steps go, they are
+        those of one token."""
+        rope_tables(cos, sin, positions, *inverse_frequencies(self._spec.rope, length))
 
-    def _slots(self, tokens: int, longest_row: int) -> list[Slot]:
+    def _step_slots(self, rows: int, slots: int) -> list[Slot]:
+        """The memory of the steps of `rows` rows, cache included."""
+        spec, dtype, wide, half = self._spec, self._dtype, self._wide, self._spec.rope.rotary_dim // 2
+        scratch = self._backend.decode_scratch_bytes(self._sizes(rows, slots))
+        cache = (rows, slots, spec.num_kv_heads, spec.head_dim)
+        return [
+            *[Slot("generate", name, (rows,), torch.int64) for name in ("ids", "lengths")],
+            *[Slot("generate", f"{name} table", (slots, half), wide) for name in ("cos", "sin")],
+            Slot("generate", "logits", (rows, spec.vocab_size), dtype),
+            *self._forward_slots(rows, scratch),
+            *[
+                Slot("cache", f"{name}.{layer}", cache, dtype)
+                for layer in range(spec.num_layers)
+                for name in ("keys", "values")
+            ],
+        ]
+
+    def _prefill_slots(self, tokens: int, longest_row: int) -> list[Slot]:
+        return self._forward_slots(tokens, self._backend.scratch_bytes(self._sizes(tokens, longest_row)))
+
+    def _forward_slots(self, tokens: int, scratch_bytes: int) -> list[Slot]:
         spec, dtype, wide = self._spec, self._dtype, self._wide
+        return [
+            *[Slot("generate", name, (tokens, spec.hidden_size), dtype) for name in ("x", "out", "final")],
+            Slot("generate", "final_rstd", (tokens,), wide),
+            *[Slot("generate", name, (tokens, spec.rope.rotary_dim // 2), wide) for name in ("cos", "sin")],
+            Slot("generate", "op scratch", (scratch_bytes,), torch.uint8),
+            *intermediate_slots(spec, self._ranks(), tokens, dtype, wide, "generate", "generate"),
+        ]
+
+    def _sizes(self, tokens: int, longest_row: int) -> Sizes:
         linears = [linear for block in self.params.blocks for linear in block.linears.values()]
-        ranks = {
+        return op_sizes(
+            self._spec, tokens=tokens, longest_row=longest_row, rank=max(self._ranks().values(), default=0),
+            quantised=any(isinstance(linear.weight, Nf4Tensor) for linear in linears), dropout=False, head_chunk=1,
+            dtype=self._dtype,
+        )  # fmt: skip
+
+    def _ranks(self) -> dict[str, int]:
+        return {
             name: linear.lora.rank
             for block in self.params.blocks
             for name, linear in block.linears.items()
             if linear.lora is not None
         }
-        sizes = op_sizes(
-            spec, tokens=tokens, longest_row=longest_row, rank=max(ranks.values(), default=0),
-            quantised=any(isinstance(linear.weight, Nf4Tensor) for linear in linears), dropout=False, head_chunk=1,
-            dtype=dtype,
-        )  # fmt: skip
-        return [
-            *[Slot("generate", name, (tokens, spec.hidden_size), dtype) for name in ("x", "out", "final")],
-            Slot("generate", "final_rstd", (tokens,), wide),
-            *[Slot("generate", name, (tokens, spec.rope.rotary_dim // 2), wide) for name in ("cos", "sin")],
-            Slot("generate", "op scratch", (self._backend.scratch_bytes(sizes),), torch.uint8),
-            *intermediate_slots(spec, ranks, tokens, dtype, wide, "generate", "generate"),
-        ]
 
 
 def _parts(lengths: list[int]) -> Iterator[range]:

@@ -121,8 +121,9 @@ def _decode(
     active = list(rows)
     logits = decoder.start([row.prompt for row in active], max(_slots(decoder, row, config) for row in active))
     while active:
-        for row, scores in zip(active, logits, strict=True):
-            _extend(row, pick(scores, config, row.generator), config, limit, end_ids, stop_when)
+        with decoder.running():
+            for row, scores in zip(active, logits, strict=True):
+                _extend(row, pick(scores, config, row.generator), config, limit, end_ids, stop_when)
         yield
         for i in reversed(range(len(active))):
             if active[i].finish is not None:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -104,10 +105,14 @@ FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "qt_lora_down": (_i32, (*_context, _ptr, _linears, _i64, _i64, _dropout, *_scratch)),
     "qt_linear_backward_scratch_bytes": (_size, (*_context, _linears, _i64, _i64)),
     "qt_linear_backward": (_i32, (*_context, _ptr, _ptr, _linears, _i64, _i64, _dropout, *_scratch)),
+    "qt_linear_decode_scratch_bytes": (_size, (*_context, _linears, _i64, _i64)),
+    "qt_linear_decode": (_i32, (*_context, _ptr, _linears, _i64, _ptr, _i64, *_scratch)),
     "qt_attention_forward_scratch_bytes": (_size, (*_context, _attention, _i64)),
     "qt_attention_forward": (_i32, (*_context, *[_ptr] * 6, _i64, _attention, *_scratch)),
     "qt_attention_backward_scratch_bytes": (_size, (*_context, _attention, _i64)),
     "qt_attention_backward": (_i32, (*_context, *[_ptr] * 10, _i64, _attention, *_scratch)),
+    "qt_attention_cached_scratch_bytes": (_size, (*_context, _attention, _i64)),
+    "qt_attention_cached": (_i32, (*_context, *[_ptr] * 7, _i64, _i64, _attention, *_scratch)),
     "qt_rms_norm_forward": (_i32, (*_context, *[_ptr] * 4, _f32, _i64, _i64)),
     "qt_rms_norm_backward": (_i32, (*_context, *[_ptr] * 7, _i64, _i64)),
     "qt_rope": (_i32, (*_context, *[_ptr] * 3, _f32, *[_i64] * 4)),
@@ -216,6 +221,14 @@ class Context:
         with self._lock:
             check(getattr(self._library, name)(self._open(), *arguments), name.removeprefix("qt_"))
 
+    def call_all(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        """`call` for each (name, arguments), without letting go of the library in between."""
+        with self._lock:
+            handle = self._open()
+            for name, arguments in calls:
+                if status := getattr(self._library, name)(handle, *arguments):
+                    check(status, name.removeprefix("qt_"))
+
     def size(self, name: str, *arguments: Any) -> int:
         """Runs a function that returns a size, such as the _scratch_bytes twin of an op."""
         function = getattr(self._library, name)
@@ -243,6 +256,24 @@ class Context:
             check(status, f"a context for {self.isa} with {self.threads} threads")
             self._handle = handle
         return self._handle
+
+
+class Recorder:
+    """Passes calls on to a context and remembers them, to make them again."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.size = context.size
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """`Context.call`, remembered with these very arguments: what pointers among them lead to must stay there."""
+        self._context.call(name, *arguments)
+        self._calls.append((name, arguments))
+
+    def replay(self) -> None:
+        """Every call so far, again. Raises like `Context.call`."""
+        self._context.call_all(self._calls)
 
 
 _contexts: dict[tuple[str, int], Context] = {}

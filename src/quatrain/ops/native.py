@@ -7,7 +7,7 @@ that the engine provides; a kernel never allocates.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +40,7 @@ def scratch_bytes(context: Context, sizes: Sizes) -> int:
     code = _CODES[sizes.dtype]
     needs = [0]
     for k, outs in sizes.groups:
-        group = (library.QtLinear * len(outs))()
-        for entry, n in zip(group, outs, strict=True):
-            entry.weight.n, entry.weight.k, entry.weight.codes, entry.rank = n, k, 1, sizes.rank
+        group = _shapes(k, outs, sizes.rank)
         dropout = library.QtDropout(1 if sizes.dropout else None, 0.0)
         args = (code, group, len(outs), sizes.tokens)
         needs.append(context.size("qt_linear_forward_scratch_bytes", *args, ctypes.byref(dropout)))
@@ -56,7 +54,34 @@ def scratch_bytes(context: Context, sizes: Sizes) -> int:
     return int(max(needs))
 
 
-def native_ops(context: Context, scratch: torch.Tensor) -> Ops:
+def decode_scratch_bytes(context: Context, sizes: Sizes) -> int:
+    """The most that any op of a decoding step needs, for `sizes.tokens` rows of at most `sizes.longest_row` slots."""
+    code = _CODES[sizes.dtype]
+    shape = ctypes.byref(library.QtAttention(sizes.heads, sizes.kv_heads, sizes.head_dim, 0, 1.0))
+    needs = [context.size("qt_attention_cached_scratch_bytes", code, shape, sizes.longest_row)]
+    for k, outs in (*sizes.groups, (sizes.hidden, (sizes.vocab,))):
+        group = _shapes(k, outs, sizes.rank)
+        needs.append(context.size("qt_linear_decode_scratch_bytes", code, group, len(outs), sizes.tokens))
+    return int(max(needs))
+
+
+def _shapes(k: int, outs: Sequence[int], rank: int) -> ctypes.Array[library.QtLinear]:
+    """A group of NF4 linears without memory, for the functions that only ask for sizes."""
+    group = (library.QtLinear * len(outs))()
+    for entry, n in zip(group, outs, strict=True):
+        entry.weight.n, entry.weight.k, entry.weight.codes, entry.rank = n, k, 1, rank
+    return group
+
+
+def capture(context: Context, scratch: torch.Tensor, run: Callable[[Ops], None]) -> Callable[[], None]:
+    """Runs `run` with ops over `scratch`; the result makes the same kernel calls again, without the Python around them.
+    Whatever torch does in `run` is not repeated, and all tensors must stay where they are."""
+    recorder = library.Recorder(context)
+    run(native_ops(recorder, scratch))
+    return recorder.replay
+
+
+def native_ops(context: Context | library.Recorder, scratch: torch.Tensor) -> Ops:
     """The ops over `scratch`, uint8. What is not worth a kernel (RoPE tables, dropout keys, the clip factor: a few
     numbers each) stays with torch."""
     from quatrain.ops.dropout.reference import dropout_keys
@@ -74,9 +99,11 @@ def native_ops(context: Context, scratch: torch.Tensor) -> Ops:
         rms_norm_backward=native.rms_norm_backward,
         linear_lora_forward=native.linear_lora_forward,
         linear_lora_backward=native.linear_lora_backward,
+        linear_lora_decode=native.linear_lora_decode,
         lora_down_forward=native.lora_down_forward,
         attention_forward=native.attention_forward,
         attention_backward=native.attention_backward,
+        cached_attention_forward=native.cached_attention_forward,
         swiglu_forward=native.swiglu_forward,
         swiglu_backward=native.swiglu_backward,
         head_loss=native.head_loss,
@@ -90,7 +117,7 @@ def native_ops(context: Context, scratch: torch.Tensor) -> Ops:
 class _Native:
     """Adapters from the ops' signatures to the library's. Docstrings and formulas are in the ops' packages."""
 
-    context: Context
+    context: Context | library.Recorder
     scratch: torch.Tensor
 
     def embedding_forward(self, out: torch.Tensor, ids: torch.Tensor, table: torch.Tensor) -> None:
@@ -158,6 +185,20 @@ class _Native:
             pointer(residual, x.dtype), x.shape[0], _dropout(dropout), *self._scratch(),
         )  # fmt: skip
 
+    def linear_lora_decode(
+        self,
+        outs: Sequence[torch.Tensor],
+        us: Sequence[torch.Tensor | None],
+        x: torch.Tensor,
+        linears: Sequence[Linear],
+        dropout: None,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        self.context.call(
+            "qt_linear_decode", _CODES[x.dtype], pointer(x), _group(linears, outs, us, x.dtype), len(linears),
+            pointer(residual, x.dtype), x.shape[0], *self._scratch(),
+        )  # fmt: skip
+
     def lora_down_forward(
         self, us: Sequence[torch.Tensor | None], x: torch.Tensor, linears: Sequence[Linear], dropout: Dropout | None
     ) -> None:
@@ -216,6 +257,23 @@ class _Native:
             "qt_attention_backward", _CODES[q.dtype], *(pointer(t, q.dtype) for t in (dq, dk, dv, dout, out)),
             pointer(lse, torch.float32), *(pointer(t, q.dtype) for t in (q, k, v)), *_rows(cu_seqlens),
             _attention(q, k, scale, window), *self._scratch(),
+        )  # fmt: skip
+
+    def cached_attention_forward(
+        self,
+        out: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        self.context.call(
+            "qt_attention_cached", _CODES[q.dtype], *(pointer(t, q.dtype) for t in (out, q, k, v, keys, values)),
+            pointer(lengths, torch.int64), *keys.shape[:2], _attention(q, k, scale, window), *self._scratch(),
         )  # fmt: skip
 
     def swiglu_forward(self, out: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> None:

@@ -42,9 +42,11 @@ class Ops:
     rms_norm_backward: Callable[..., None]
     linear_lora_forward: Callable[..., None]
     linear_lora_backward: Callable[..., None]
+    linear_lora_decode: Callable[..., None]
     lora_down_forward: Callable[..., None]
     attention_forward: Callable[..., None]
     attention_backward: Callable[..., None]
+    cached_attention_forward: Callable[..., None]
     swiglu_forward: Callable[..., None]
     swiglu_backward: Callable[..., None]
     head_loss: Callable[..., None]
@@ -87,6 +89,11 @@ class Backend:
     """The most that one op allocates by itself while it runs."""
     bind: Callable[[torch.Tensor], Ops]
     """The ops over a scratch tensor, uint8 [at least scratch_bytes]."""
+    decode_scratch_bytes: Callable[[Sizes], int]
+    """Of the same for a decoding step of `tokens` rows over `longest_row` slots."""
+    capture: Callable[[torch.Tensor, Callable[[Ops], None]], Callable[[], None]]
+    """(scratch, run) -> what repeats the op calls of `run(ops)`, which is run once. Only those are sure to be
+    repeated, on the same tensors."""
     quantize: Callable[..., Nf4Tensor]
     """(weight, *, double_quant) -> the weight in NF4: see ops/nf4/reference.py."""
     quantize_error: Callable[[Nf4Tensor, torch.Tensor], float]
@@ -149,6 +156,8 @@ def select_backend(device: str, dtype: torch.dtype, kernels: str = "auto", threa
         partial(native.scratch_bytes, context),
         lambda sizes: 0,
         partial(native.native_ops, context),
+        partial(native.decode_scratch_bytes, context),
+        partial(native.capture, context),
         partial(quantize, context),
         partial(relative_error, context),
         partial(native.dequantize, context),
@@ -207,15 +216,22 @@ def _reference(reason: str) -> Backend:
     from quatrain.profile.limits import matrix_product
 
     return Backend(
-        "reference", reason, _reference_scratch, _reference_temporaries, reference_ops, quantize, relative_error,
-        dequantize, matrix_product,
+        "reference", reason, _reference_scratch, _reference_temporaries, reference_ops, _reference_scratch,
+        _reference_capture, quantize, relative_error, dequantize, matrix_product,
         head_chunk=lambda hidden, vocab: max(16, min(1024, REFERENCE_LOGITS_BYTES // (4 * vocab))),
     )  # fmt: skip
+
+
+def _reference_capture(scratch: torch.Tensor, run: Callable[[Ops], None]) -> Callable[[], None]:
+    ops = reference_ops(scratch)
+    run(ops)
+    return partial(run, ops)
 
 
 def reference_ops(scratch: torch.Tensor) -> Ops:
     """Every op's torch implementation; `scratch` holds one dequantised weight."""
     from quatrain.ops.adamw.reference import adamw_step
+    from quatrain.ops.attention.cached import cached_attention_forward
     from quatrain.ops.attention.reference import attention_backward, attention_forward
     from quatrain.ops.dropout.reference import dropout_keys
     from quatrain.ops.embedding.reference import embedding_forward
@@ -236,9 +252,11 @@ def reference_ops(scratch: torch.Tensor) -> Ops:
         rms_norm_backward=rms_norm_backward,
         linear_lora_forward=partial(linear_lora_forward, scratch=scratch),
         linear_lora_backward=partial(linear_lora_backward, scratch=scratch),
+        linear_lora_decode=partial(linear_lora_forward, scratch=scratch),
         lora_down_forward=lora_down_forward,
         attention_forward=attention_forward,
         attention_backward=attention_backward,
+        cached_attention_forward=cached_attention_forward,
         swiglu_forward=swiglu_forward,
         swiglu_backward=swiglu_backward,
         head_loss=head_loss,

@@ -1,0 +1,335 @@
+// Linear layers for a few tokens, as generation has them: y = W x + bias + s B (A x) (+ residual), where reading W once is
+// the cost. An item is a number of rows of W, for all tokens.
+//
+// NF4 codes are looked up on their way to the product: the table is the 16 codes times the block's absmax, rounded to T as
+// a dequantised weight would be. A byte holds two neighbours, the even element high; so that codes need no shuffle, the
+// rows of x are packed with the even elements of each step before the odd ones. Every output is the sum of two vectors
+// of partial sums, each filled in the order of k, whatever the number of tokens or threads.
+#pragma once
+
+#include "common.h"
+#include "nf4.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace qt::QT_ISA {
+
+// fp32 products, 16 to a vector; weights and x of either type are widened.
+struct WideDot {
+  using elem = float;
+  using Vector = f32x16;
+  static constexpr int64_t kStep = kLanes;
+#if defined(__AVX512F__)
+  static constexpr int kRows = 4, kTokens = 2;  // rows of W times tokens whose sums stay in registers
+#else
+  static constexpr int kRows = 2, kTokens = 1;
+#endif
+
+  template <class T>
+  static Vector load(const T *p, int64_t left) {
+    return left > 0 ? load_part(p, left) : splat(0.0f);
+  }
+  static void store(elem *p, Vector x) { store16(p, x); }
+  static f32x16 dot(f32x16 sum, Vector w, Vector x) { return sum + w * x; }
+
+  // The values of the 16 codes of a block.
+  struct Table {
+#if defined(__AVX512F__)
+    __m512 values;
+#elif defined(__AVX2__)
+    __m256 low, high;
+#else
+    alignas(64) float values[16];
+#endif
+  };
+  template <class T>
+  static void make_table(Table &table, float absmax) {
+    alignas(64) T rounded[16];
+    store16(rounded, load16(kNf4Code) * absmax);
+    const f32x16 values = load16(rounded);
+    std::memcpy(&table, &values, sizeof(table));
+  }
+  static Vector lookup(const Table &table, i32x16 index) {
+#if defined(__AVX512F__)
+    return as<f32x16>(_mm512_permutexvar_ps(as<__m512i>(index), table.values));
+#elif defined(__AVX2__)
+    __m256 out[2];
+    for (int half = 0; half < 2; ++half) {
+      __m256i i;
+      std::memcpy(&i, reinterpret_cast<const char *>(&index) + half * 32, 32);
+      out[half] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, i), _mm256_permutevar8x32_ps(table.high, i),
+                                   _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    }
+    return as<f32x16>(out);
+#else
+    f32x16 out;
+    for (int i = 0; i < kLanes; ++i) out[i] = table.values[index[i]];
+    return out;
+#endif
+  }
+  // The even and the odd ones of 2 * kStep weights.
+  static void unpack(Vector &even, Vector &odd, const uint8_t *codes, const Table &table) {
+    using u8x16 = uint8_t __attribute__((vector_size(16)));
+    u8x16 bytes;
+    std::memcpy(&bytes, codes, sizeof(bytes));
+    const i32x16 wide = __builtin_convertvector(bytes, i32x16);
+    even = lookup(table, wide >> 4);
+    odd = lookup(table, wide & 15);
+  }
+  template <class T>
+  static void split(Vector &even, Vector &odd, const T *x) {
+    alignas(64) float halves[2][kLanes];
+    for (int64_t i = 0; i < 2 * kLanes; ++i) halves[i % 2][i / 2] = to_float(x[i]);
+    even = load16(halves[0]);
+    odd = load16(halves[1]);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// vdpbf16ps: 16 sums of products of two neighbours.
+struct PairDot {
+  using elem = bf16;
+  using Vector = __m512i;
+  static constexpr int64_t kStep = 32;
+  static constexpr int kRows = 4, kTokens = 2;
+
+  static Vector load(const bf16 *p, int64_t left) {
+    if (left >= kStep) return _mm512_loadu_si512(p);
+    return _mm512_maskz_loadu_epi16(left > 0 ? (1u << left) - 1u : 0u, p);
+  }
+  static void store(elem *p, Vector x) { _mm512_storeu_si512(p, x); }
+  static f32x16 dot(f32x16 sum, Vector w, Vector x) {
+    return as<f32x16>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(w), as<__m512bh>(x)));
+  }
+
+  // Twice, for a lookup by five bits of which the highest is the neighbour's.
+  using Table = __m512i;
+  template <class T>
+  static void make_table(Table &table, float absmax) {
+    const __m512 scaled = _mm512_mul_ps(_mm512_load_ps(kNf4Code), _mm512_set1_ps(absmax));
+    table = _mm512_broadcast_i64x4(as<__m256i>(_mm512_cvtneps_pbh(scaled)));
+  }
+  static void unpack(Vector &even, Vector &odd, const uint8_t *codes, const Table &table) {
+    const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(codes)));
+    even = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+    odd = _mm512_permutexvar_epi16(words, table);
+  }
+  static void split(Vector &even, Vector &odd, const bf16 *x) {
+    alignas(64) bf16 halves[2][kStep];
+    for (int64_t i = 0; i < 2 * kStep; ++i) halves[i % 2][i / 2] = x[i];
+    even = _mm512_load_si512(halves[0]);
+    odd = _mm512_load_si512(halves[1]);
+  }
+};
+#endif
+
+template <class D, class T>
+struct Decode {
+  using elem = typename D::elem;
+  using Vector = typename D::Vector;
+  using Table = typename D::Table;
+  static constexpr int64_t kPair = 2 * D::kStep;  // elements of a step: one vector of even ones, one of odd ones
+  static constexpr int64_t kItemBytes = 1 << 15;  // of weights that a thread takes at a time
+
+  static int64_t padded(int64_t k) { return round_up(k, kPair); }
+  // Blocks that straddle rows go the slow way.
+  static bool in_blocks(const qt_weight &w) { return w.codes && w.k % kNf4Block == 0; }
+
+  struct Buffers {
+    elem *plain, *split;  // [tokens, padded k]
+    float *u[8];          // [tokens, rank in whole vectors], times the adapter's scale
+    elem *rows;           // [threads][kRows, padded k]
+    float *absmax;        // [threads][kRows, k / 64]
+    Buffers(Scratch &s, const qt_linear *linears, int64_t count, int64_t tokens, int32_t threads) {
+      const int64_t k = linears[0].weight.k;
+      plain = s.take<elem>(tokens * padded(k));
+      split = s.take<elem>(tokens * padded(k));
+      for (int64_t i = 0; i < count; ++i) u[i] = s.take<float>(tokens * round_up(linears[i].rank, kLanes));
+      rows = s.take<elem>(threads * D::kRows * padded(k));
+      absmax = s.take<float>(threads * D::kRows * ceil_div(k, kNf4Block));
+    }
+  };
+
+  static size_t scratch(const qt_linear *linears, int64_t count, int64_t tokens, int32_t threads) {
+    Scratch s(nullptr, 0);
+    Buffers(s, linears, count, tokens, threads);
+    return s.used;
+  }
+
+  static int run(Pool &pool, const T *x, const qt_linear *linears, int64_t count, const T *residual, int64_t tokens,
+                 void *memory, size_t bytes) {
+    Scratch scratch(memory, bytes);
+    const Buffers f(scratch, linears, count, tokens, pool.threads());
+    if (!scratch.ok()) return QT_SCRATCH_TOO_SMALL;
+    pack(pool, f, x, linears, count, tokens);
+    down(pool, f, linears, count, tokens);
+    const int64_t k = linears[0].weight.k;
+    int64_t first_item[9] = {0}, per_item[8];
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t row_bytes = linears[i].weight.codes ? ceil_div(k, 2) : k * static_cast<int64_t>(sizeof(T));
+      per_item[i] = round_up(ceil_div(kItemBytes, row_bytes), D::kRows);
+      first_item[i + 1] = first_item[i] + ceil_div(linears[i].weight.n, per_item[i]);
+    }
+    pool.parallel_for(first_item[count], [&](int64_t item, int32_t thread) {
+      int64_t i = 0;
+      while (item >= first_item[i + 1]) ++i;
+      const int64_t begin = (item - first_item[i]) * per_item[i];
+      const int64_t end = begin + per_item[i] < linears[i].weight.n ? begin + per_item[i] : linears[i].weight.n;
+      int64_t row = begin;
+      for (; row + D::kRows <= end; row += D::kRows) up<D::kRows>(f, linears[i], f.u[i], residual, tokens, row, thread);
+      for (; row < end; ++row) up<1>(f, linears[i], f.u[i], residual, tokens, row, thread);
+    });
+    return QT_OK;
+  }
+
+  // x with zeros up to whole steps: as it is for plain weights and adapters, even and odd apart for NF4.
+  static void pack(Pool &pool, const Buffers &f, const T *x, const qt_linear *linears, int64_t count, int64_t tokens) {
+    const int64_t k = linears[0].weight.k;
+    bool plain = false, split = false;
+    for (int64_t i = 0; i < count; ++i) {
+      plain |= !in_blocks(linears[i].weight) || linears[i].rank > 0;
+      split |= in_blocks(linears[i].weight);
+    }
+    pool.parallel_for(tokens, [&](int64_t t, int32_t) {
+      for (int64_t j = 0; j < k; j += kPair) {
+        const T *from = x + t * k + j;
+        elem *to = f.plain + t * padded(k) + j;
+        if (plain) {
+          D::store(to, D::load(from, k - j));
+          D::store(to + D::kStep, D::load(from + D::kStep, k - j - D::kStep));
+        }
+        if (split) {
+          Vector even, odd;
+          D::split(even, odd, from);
+          D::store(f.split + t * padded(k) + j, even);
+          D::store(f.split + t * padded(k) + j + D::kStep, odd);
+        }
+      }
+    });
+  }
+
+  // u = A x, rounded to T for the caller, and times s for the sums.
+  static void down(Pool &pool, const Buffers &f, const qt_linear *linears, int64_t count, int64_t tokens) {
+    const int64_t k = linears[0].weight.k;
+    int64_t first_item[9] = {0};
+    for (int64_t i = 0; i < count; ++i) first_item[i + 1] = first_item[i] + ceil_div(linears[i].rank, kLanes);
+    pool.parallel_for(first_item[count], [&](int64_t item, int32_t) {
+      int64_t i = 0;
+      while (item >= first_item[i + 1]) ++i;
+      const qt_linear &l = linears[i];
+      const int64_t begin = (item - first_item[i]) * kLanes, end = begin + kLanes, ld = round_up(l.rank, kLanes);
+      T *u = static_cast<T *>(l.u);
+      const auto put = [&](int64_t t, int64_t r, f32x16 sum) {
+        u[t * l.rank + r] = from_float<T>(sum_lanes(sum));
+        f.u[i][t * ld + r] = l.scale * to_float(u[t * l.rank + r]);
+      };
+      const T *a = static_cast<const T *>(l.lora_a);
+      int64_t r = begin;
+      for (; r + D::kRows <= end && r + D::kRows <= l.rank; r += D::kRows)
+        products<D::kRows>(Plain<T>{a + r * k, k, k}, f.plain, tokens, k, r, put);
+      for (; r < end && r < l.rank; ++r) products<1>(Plain<T>{a + r * k, k, k}, f.plain, tokens, k, r, put);
+      for (; r < end; ++r)
+        for (int64_t t = 0; t < tokens; ++t) f.u[i][t * ld + r] = 0.0f;
+    });
+  }
+
+  // Rows row .. row + R of one layer's output.
+  template <int R>
+  static void up(const Buffers &f, const qt_linear &l, const float *u, const T *residual, int64_t tokens, int64_t row,
+                 int32_t thread) {
+    const qt_weight &w = l.weight;
+    const int64_t k = w.k, ld = round_up(l.rank, kLanes);
+    const T *b = static_cast<const T *>(l.lora_b), *bias = static_cast<const T *>(l.bias);
+    T *out = static_cast<T *>(l.out);
+    const auto put = [&](int64_t t, int64_t n, f32x16 sum) {
+      for (int64_t r = 0; r < l.rank; r += kLanes)
+        sum += load_part(b + n * l.rank + r, l.rank - r) * load16(u + t * ld + r);
+      float value = sum_lanes(sum);
+      if (bias) value += to_float(bias[n]);
+      if (residual) value += to_float(residual[t * w.n + n]);
+      out[t * w.n + n] = from_float<T>(value);
+    };
+    elem *rows = f.rows + thread * D::kRows * padded(k);
+    if (!w.codes) {
+      products<R>(Plain<T>{static_cast<const T *>(w.dense) + row * k, k, k}, f.plain, tokens, k, row, put);
+      return;
+    }
+    if (!in_blocks(w)) {
+      for (int64_t r = 0; r < R; ++r) {
+        elem *to = rows + r * padded(k);
+        nf4_row<T>(w, row + r, 0, k, [&](int64_t i, float value) { to[i] = from_float<elem>(value); });
+        for (int64_t i = k; i < padded(k); ++i) to[i] = elem{};
+      }
+      products<R>(Plain<elem>{rows, padded(k), padded(k)}, f.plain, tokens, k, row, put);
+      return;
+    }
+    const int64_t blocks = k / kNf4Block;
+    float *absmax = f.absmax + thread * D::kRows * blocks;
+    for (int64_t i = 0; i < R * blocks; ++i) absmax[i] = block_absmax(w, row * blocks + i);
+    Codes<R> codes{w.codes + row * k / 2, absmax, k, {}};
+    if (tokens <= D::kTokens) {
+      products<R>(codes, f.split, tokens, k, row, put);
+      return;
+    }
+    for (int64_t i = 0; i < k; i += kPair)
+      for (int r = 0; r < R; ++r) {
+        Vector even, odd;
+        codes.get(even, odd, r, i);
+        D::store(rows + r * padded(k) + i, even);
+        D::store(rows + r * padded(k) + i + D::kStep, odd);
+      }
+    products<R>(Plain<elem>{rows, padded(k), padded(k)}, f.split, tokens, k, row, put);
+  }
+
+  // Where rows of W come from: memory, or codes.
+  template <class E>
+  struct Plain {
+    const E *rows;
+    int64_t ld, k;
+    void get(Vector &even, Vector &odd, int64_t r, int64_t i) const {
+      even = D::load(rows + r * ld + i, k - i);
+      odd = D::load(rows + r * ld + i + D::kStep, k - i - D::kStep);
+    }
+  };
+  template <int R>
+  struct Codes {
+    const uint8_t *codes;
+    const float *absmax;
+    int64_t k;
+    Table tables[R];
+    void get(Vector &even, Vector &odd, int64_t r, int64_t i) {
+      if (i % kNf4Block == 0) D::template make_table<T>(tables[r], absmax[(r * k + i) / kNf4Block]);
+      D::unpack(even, odd, codes + (r * k + i) / 2, tables[r]);
+    }
+  };
+
+  // put(token, row, the products of W's row and x's, still in lanes) for R rows from `row` on and all tokens.
+  template <int R, class Source, class Put>
+  static void products(Source source, const elem *x, int64_t tokens, int64_t k, int64_t row, const Put &put) {
+    int64_t t = 0;
+    for (; t + D::kTokens <= tokens; t += D::kTokens) block<R, D::kTokens>(source, x, t, k, row, put);
+    for (; t < tokens; ++t) block<R, 1>(source, x, t, k, row, put);
+  }
+  template <int R, int N, class Source, class Put>
+  static void block(Source &source, const elem *x, int64_t t, int64_t k, int64_t row, const Put &put) {
+    f32x16 even[R][N], odd[R][N];
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) even[r][n] = odd[r][n] = splat(0.0f);
+    x += t * padded(k);
+    for (int64_t i = 0; i < k; i += kPair)
+      for (int r = 0; r < R; ++r) {
+        Vector w_even, w_odd;
+        source.get(w_even, w_odd, r, i);
+        for (int n = 0; n < N; ++n) {
+          even[r][n] = D::dot(even[r][n], w_even, D::load(x + n * padded(k) + i, kPair));
+          odd[r][n] = D::dot(odd[r][n], w_odd, D::load(x + n * padded(k) + i + D::kStep, kPair));
+        }
+      }
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) put(t + n, row + r, even[r][n] + odd[r][n]);
+  }
+};
+
+}  // namespace qt::QT_ISA
