@@ -55,14 +55,14 @@ struct WideDot {
 #if defined(__AVX512F__)
     return as<f32x16>(_mm512_permutexvar_ps(as<__m512i>(index), table.values));
 #elif defined(__AVX2__)
-    __m256 out[2];
-    for (int half = 0; half < 2; ++half) {
-      __m256i i;
-      std::memcpy(&i, reinterpret_cast<const char *>(&index) + half * 32, 32);
-      out[half] = _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, i), _mm256_permutevar8x32_ps(table.high, i),
-                                   _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
-    }
-    return as<f32x16>(out);
+    struct Halves {
+      __m256i index[2];
+    };
+    Halves h = as<Halves>(index);
+    for (__m256i &i : h.index)  // bit 3 of an index, moved to the sign, chooses between the halves of the table
+      i = as<__m256i>(_mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, i), _mm256_permutevar8x32_ps(table.high, i),
+                                       as<__m256>(_mm256_slli_epi32(i, 28))));
+    return as<f32x16>(h);
 #else
     f32x16 out;
     for (int i = 0; i < kLanes; ++i) out[i] = table.values[index[i]];
@@ -125,6 +125,21 @@ struct PairDot {
 };
 #endif
 
+// The sums of the lanes of four vectors, each in the same order.
+inline void sum_lanes4(float out[4], const f32x16 x[4]) {
+#if defined(__AVX512F__)
+  const __m512 a = as<__m512>(x[0]), b = as<__m512>(x[1]), c = as<__m512>(x[2]), d = as<__m512>(x[3]);
+  const __m512d ab = as<__m512d>(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  const __m512d cd = as<__m512d>(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+  // Each quarter holds the four sums of its lanes.
+  const __m512 sums = _mm512_add_ps(as<__m512>(_mm512_unpacklo_pd(ab, cd)), as<__m512>(_mm512_unpackhi_pd(ab, cd)));
+  const __m512 half = _mm512_add_ps(sums, _mm512_shuffle_f32x4(sums, sums, 0x4E));
+  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xB1))));
+#else
+  for (int i = 0; i < 4; ++i) out[i] = sum_lanes(x[i]);
+#endif
+}
+
 template <class D, class T>
 struct Decode {
   using elem = typename D::elem;
@@ -132,6 +147,7 @@ struct Decode {
   using Table = typename D::Table;
   static constexpr int64_t kPair = 2 * D::kStep;  // elements of a step: one vector of even ones, one of odd ones
   static constexpr int64_t kItemBytes = 1 << 15;  // of weights that a thread takes at a time
+  static constexpr int64_t kAhead = 4096;         // bytes
 
   static int64_t padded(int64_t k) { return round_up(k, kPair); }
   // Blocks that straddle rows go the slow way.
@@ -211,49 +227,67 @@ struct Decode {
   }
 
   // u = A x, rounded to T for the caller, and times s for the sums.
+  struct DownOutput {
+    const qt_linear &l;
+    float *scaled;
+    int64_t ld;
+    void add(f32x16 &, int64_t, int64_t) const {}
+    void store(float sum, int64_t t, int64_t r) const {
+      const T value = from_float<T>(sum);
+      static_cast<T *>(l.u)[t * l.rank + r] = value;
+      scaled[t * ld + r] = l.scale * to_float(value);
+    }
+  };
   static void down(Pool &pool, const Buffers &f, const qt_linear *linears, int64_t count, int64_t tokens) {
     const int64_t k = linears[0].weight.k;
     int64_t first_item[9] = {0};
-    for (int64_t i = 0; i < count; ++i) first_item[i + 1] = first_item[i] + ceil_div(linears[i].rank, kLanes);
+    for (int64_t i = 0; i < count; ++i) first_item[i + 1] = first_item[i] + ceil_div(linears[i].rank, D::kRows);
     pool.parallel_for(first_item[count], [&](int64_t item, int32_t) {
       int64_t i = 0;
       while (item >= first_item[i + 1]) ++i;
       const qt_linear &l = linears[i];
-      const int64_t begin = (item - first_item[i]) * kLanes, end = begin + kLanes, ld = round_up(l.rank, kLanes);
-      T *u = static_cast<T *>(l.u);
-      const auto put = [&](int64_t t, int64_t r, f32x16 sum) {
-        u[t * l.rank + r] = from_float<T>(sum_lanes(sum));
-        f.u[i][t * ld + r] = l.scale * to_float(u[t * l.rank + r]);
-      };
+      const int64_t begin = (item - first_item[i]) * D::kRows, ld = round_up(l.rank, kLanes);
       const T *a = static_cast<const T *>(l.lora_a);
-      int64_t r = begin;
-      for (; r + D::kRows <= end && r + D::kRows <= l.rank; r += D::kRows)
-        products<D::kRows>(Plain<T>{a + r * k, k, k}, f.plain, tokens, k, r, put);
-      for (; r < end && r < l.rank; ++r) products<1>(Plain<T>{a + r * k, k, k}, f.plain, tokens, k, r, put);
-      for (; r < end; ++r)
+      const DownOutput output{l, f.u[i], ld};
+      if (begin + D::kRows <= l.rank) {
+        products<D::kRows>(Plain<T>{a + begin * k, k, k}, f.plain, tokens, k, begin, output);
+      } else {
+        for (int64_t r = begin; r < l.rank; ++r) products<1>(Plain<T>{a + r * k, k, k}, f.plain, tokens, k, r, output);
+      }
+      for (int64_t r = l.rank; begin + D::kRows >= l.rank && r < ld; ++r)
         for (int64_t t = 0; t < tokens; ++t) f.u[i][t * ld + r] = 0.0f;
     });
   }
+
+  struct Output {
+    const qt_linear &l;
+    const float *u;
+    const T *residual;
+    void add(f32x16 &sum, int64_t t, int64_t n) const {
+      const T *b = static_cast<const T *>(l.lora_b) + n * l.rank;
+      for (int64_t r = 0; r < l.rank; r += kLanes)
+        sum += load_part(b + r, l.rank - r) * load16(u + t * round_up(l.rank, kLanes) + r);
+    }
+    void store(float sum, int64_t t, int64_t n) const {
+      if (l.bias) sum += to_float(static_cast<const T *>(l.bias)[n]);
+      if (residual) sum += to_float(residual[t * l.weight.n + n]);
+      static_cast<T *>(l.out)[t * l.weight.n + n] = from_float<T>(sum);
+    }
+  };
 
   // Rows row .. row + R of one layer's output.
   template <int R>
   static void up(const Buffers &f, const qt_linear &l, const float *u, const T *residual, int64_t tokens, int64_t row,
                  int32_t thread) {
     const qt_weight &w = l.weight;
-    const int64_t k = w.k, ld = round_up(l.rank, kLanes);
-    const T *b = static_cast<const T *>(l.lora_b), *bias = static_cast<const T *>(l.bias);
-    T *out = static_cast<T *>(l.out);
-    const auto put = [&](int64_t t, int64_t n, f32x16 sum) {
-      for (int64_t r = 0; r < l.rank; r += kLanes)
-        sum += load_part(b + n * l.rank + r, l.rank - r) * load16(u + t * ld + r);
-      float value = sum_lanes(sum);
-      if (bias) value += to_float(bias[n]);
-      if (residual) value += to_float(residual[t * w.n + n]);
-      out[t * w.n + n] = from_float<T>(value);
-    };
+    const int64_t k = w.k;
+    const Output output{l, u, residual};
     elem *rows = f.rows + thread * D::kRows * padded(k);
     if (!w.codes) {
-      products<R>(Plain<T>{static_cast<const T *>(w.dense) + row * k, k, k}, f.plain, tokens, k, row, put);
+      const T *dense = static_cast<const T *>(w.dense);
+      if (tokens > D::kTokens) return products<R>(Plain<T>{dense + row * k, k, k}, f.plain, tokens, k, row, output);
+      // Row by row, memory is read in order: twice as fast as four rows side by side (measured).
+      for (int64_t n = row; n < row + R; ++n) products<1>(Plain<T>{dense + n * k, k, k}, f.plain, tokens, k, n, output);
       return;
     }
     if (!in_blocks(w)) {
@@ -262,17 +296,14 @@ struct Decode {
         nf4_row<T>(w, row + r, 0, k, [&](int64_t i, float value) { to[i] = from_float<elem>(value); });
         for (int64_t i = k; i < padded(k); ++i) to[i] = elem{};
       }
-      products<R>(Plain<elem>{rows, padded(k), padded(k)}, f.plain, tokens, k, row, put);
-      return;
+      return products<R>(Plain<elem>{rows, padded(k), padded(k)}, f.plain, tokens, k, row, output);
     }
     const int64_t blocks = k / kNf4Block;
     float *absmax = f.absmax + thread * D::kRows * blocks;
-    for (int64_t i = 0; i < R * blocks; ++i) absmax[i] = block_absmax(w, row * blocks + i);
+    const qt_weight statistics = w;  // a copy that no store can change
+    for (int64_t i = 0; i < R * blocks; ++i) absmax[i] = block_absmax(statistics, row * blocks + i);
     Codes<R> codes{w.codes + row * k / 2, absmax, k, {}};
-    if (tokens <= D::kTokens) {
-      products<R>(codes, f.split, tokens, k, row, put);
-      return;
-    }
+    if (tokens <= D::kTokens) return products<R>(codes, f.split, tokens, k, row, output);
     for (int64_t i = 0; i < k; i += kPair)
       for (int r = 0; r < R; ++r) {
         Vector even, odd;
@@ -280,15 +311,19 @@ struct Decode {
         D::store(rows + r * padded(k) + i, even);
         D::store(rows + r * padded(k) + i + D::kStep, odd);
       }
-    products<R>(Plain<elem>{rows, padded(k), padded(k)}, f.split, tokens, k, row, put);
+    products<R>(Plain<elem>{rows, padded(k), padded(k)}, f.split, tokens, k, row, output);
   }
 
-  // Where rows of W come from: memory, or codes.
+  // Where rows of W come from: memory, or codes. `get` is for whole steps, `tail` for what is left of k.
   template <class E>
   struct Plain {
     const E *rows;
     int64_t ld, k;
     void get(Vector &even, Vector &odd, int64_t r, int64_t i) const {
+      even = D::load(rows + r * ld + i, D::kStep);
+      odd = D::load(rows + r * ld + i + D::kStep, D::kStep);
+    }
+    void tail(Vector &even, Vector &odd, int64_t r, int64_t i) const {
       even = D::load(rows + r * ld + i, k - i);
       odd = D::load(rows + r * ld + i + D::kStep, k - i - D::kStep);
     }
@@ -300,35 +335,55 @@ struct Decode {
     int64_t k;
     Table tables[R];
     void get(Vector &even, Vector &odd, int64_t r, int64_t i) {
+      // Four short rows side by side are more than the processor's own prefetch follows. W is one piece: what lies a page
+      // ahead comes soon.
+      __builtin_prefetch(codes + (r * k + i) / 2 + kAhead);
       if (i % kNf4Block == 0) D::template make_table<T>(tables[r], absmax[(r * k + i) / kNf4Block]);
       D::unpack(even, odd, codes + (r * k + i) / 2, tables[r]);
     }
+    void tail(Vector &, Vector &, int64_t, int64_t) {}  // blocks are whole steps
   };
 
-  // put(token, row, the products of W's row and x's, still in lanes) for R rows from `row` on and all tokens.
-  template <int R, class Source, class Put>
-  static void products(Source source, const elem *x, int64_t tokens, int64_t k, int64_t row, const Put &put) {
+  // The products of R rows of W and x's tokens; `output` adds to the lanes of each (token, row) and stores their sum.
+  template <int R, class Source, class Out>
+  static void products(const Source &source, const elem *x, int64_t tokens, int64_t k, int64_t row, const Out &output) {
     int64_t t = 0;
-    for (; t + D::kTokens <= tokens; t += D::kTokens) block<R, D::kTokens>(source, x, t, k, row, put);
-    for (; t < tokens; ++t) block<R, 1>(source, x, t, k, row, put);
+    for (; t + D::kTokens <= tokens; t += D::kTokens) block<R, D::kTokens>(source, x, t, k, row, output);
+    for (; t < tokens; ++t) block<R, 1>(source, x, t, k, row, output);
   }
-  template <int R, int N, class Source, class Put>
-  static void block(Source &source, const elem *x, int64_t t, int64_t k, int64_t row, const Put &put) {
+  template <int R, int N, class Source, class Out>
+  static void block(Source source, const elem *x, int64_t t, int64_t k, int64_t row, const Out &output) {
     f32x16 even[R][N], odd[R][N];
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) even[r][n] = odd[r][n] = splat(0.0f);
     x += t * padded(k);
-    for (int64_t i = 0; i < k; i += kPair)
-      for (int r = 0; r < R; ++r) {
-        Vector w_even, w_odd;
-        source.get(w_even, w_odd, r, i);
-        for (int n = 0; n < N; ++n) {
-          even[r][n] = D::dot(even[r][n], w_even, D::load(x + n * padded(k) + i, kPair));
-          odd[r][n] = D::dot(odd[r][n], w_odd, D::load(x + n * padded(k) + i + D::kStep, kPair));
-        }
+    const auto add = [&](int r, int64_t i, Vector w_even, Vector w_odd) {
+      for (int n = 0; n < N; ++n) {
+        even[r][n] = D::dot(even[r][n], w_even, D::load(x + n * padded(k) + i, D::kStep));
+        odd[r][n] = D::dot(odd[r][n], w_odd, D::load(x + n * padded(k) + i + D::kStep, D::kStep));
       }
-    for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) put(t + n, row + r, even[r][n] + odd[r][n]);
+    };
+    Vector w_even, w_odd;
+    int64_t i = 0;
+    for (; i + kPair <= source.k; i += kPair)
+      for (int r = 0; r < R; ++r) {
+        source.get(w_even, w_odd, r, i);
+        add(r, i, w_even, w_odd);
+      }
+    if (i < source.k)
+      for (int r = 0; r < R; ++r) {
+        source.tail(w_even, w_odd, r, i);
+        add(r, i, w_even, w_odd);
+      }
+    constexpr int kSums = (R * N + 3) / 4 * 4;
+    f32x16 sums[kSums];
+    for (int pad = R * N; pad < kSums; ++pad) sums[pad] = splat(0.0f);
+    for (int n = 0; n < N; ++n)
+      for (int r = 0; r < R; ++r) sums[n * R + r] = even[r][n] + odd[r][n];
+    for (int at = 0; at < R * N; ++at) output.add(sums[at], t + at / R, row + at % R);
+    float totals[kSums];
+    for (int at = 0; at < kSums; at += 4) sum_lanes4(totals + at, sums + at);
+    for (int at = 0; at < R * N; ++at) output.store(totals[at], t + at / R, row + at % R);
   }
 };
 

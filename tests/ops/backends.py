@@ -68,6 +68,7 @@ def make_ops(implementation: Implementation, memory: GuardedMemory, threads: int
         ops,
         linear_lora_forward=_with_weight_scratch(linear_lora_forward, memory),
         linear_lora_backward=_with_weight_scratch(linear_lora_backward, memory),
+        linear_lora_decode=_with_weight_scratch(linear_lora_forward, memory),
     )
 
 
@@ -107,6 +108,10 @@ class GuardedContext:
         if name in ("qt_linear_forward", "qt_lora_down"):
             group, count, tokens, dropout = args[2], args[3], args[-4], args[-3]
             return self.size("qt_linear_forward_scratch_bytes", code, group, count, tokens, dropout)
+        if name == "qt_linear_decode":
+            return self.size("qt_linear_decode_scratch_bytes", code, args[2], args[3], args[5])
+        if name == "qt_attention_cached":
+            return self.size("qt_attention_cached_scratch_bytes", code, args[10], args[9])
         if name == "qt_linear_backward":
             return self.size("qt_linear_backward_scratch_bytes", code, *args[3:6])
         if name in ("qt_attention_forward", "qt_attention_backward"):

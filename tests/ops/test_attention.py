@@ -167,25 +167,50 @@ def test_query_blocks_cover_a_row_once(length: int, window: int | None) -> None:
     assert all(lo == (0 if window is None else max(0, a - window + 1)) for a, _, lo in blocks)
 
 
+CACHED = {
+    # lengths, Hq, Hk, D, slots
+    "one-slot": ([1], 1, 1, 1, 1),
+    "grouped-4-2": ([1, 4, 5, 11], 4, 2, 8, 13),
+    "nine-to-three": ([70, 33, 1], 9, 3, 64, 71),
+    "ten-to-two-odd-head": ([16, 17], 10, 2, 33, 17),
+    "head-128": ([40, 5], 2, 1, 128, 40),
+}
+
+
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2), (6, 2)])
-@pytest.mark.parametrize("dtype", backends.DTYPES.values(), ids=backends.DTYPES)
+@pytest.mark.parametrize("case", CACHED.values(), ids=CACHED)
 def test_cached_attention_is_the_last_query_of_each_row(
-    memory: GuardedMemory, dtype: torch.dtype, heads: int, kv_heads: int, window: int | None
+    memory: GuardedMemory, ops: Ops, dtype: torch.dtype, case: tuple, window: int | None
 ) -> None:
-    """Rows of other lengths side by side; slots that a row does not see hold large finite values and change nothing."""
-    lengths, slots, dim = [1, 4, 5, 11], 13, 8
-    random = torch.Generator().manual_seed(heads)
-    keys, values = (torch.full((4, slots, kv_heads, dim), 1e4, dtype=dtype) for _ in range(2))
-    q = torch.randn(4, heads, dim, generator=random, dtype=torch.float64).to(dtype)
-    want = []
+    """Rows of other lengths side by side. The new token takes its slot; slots that no row has reached hold NaN, are
+    left alone and change nothing. Each row alone has the same bits."""
+    lengths, heads, kv_heads, dim, slots = case
+    random, rows, scale = torch.Generator().manual_seed(heads), len(lengths), dim**-0.5
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
+
+    q, k, v = randn(rows, heads, dim), randn(rows, kv_heads, dim), randn(rows, kv_heads, dim)
+    past = [torch.full((rows, slots, kv_heads, dim), float("nan"), dtype=dtype) for _ in range(2)]
+    full, want = [cache.clone() for cache in past], []
     for row, length in enumerate(lengths):
-        for cache in (keys, values):
-            cache[row, :length] = torch.randn(length, kv_heads, dim, generator=random, dtype=torch.float64).to(dtype)
+        for cache, whole, new in zip(past, full, (k, v), strict=True):
+            cache[row, : length - 1] = randn(length - 1, kv_heads, dim)
+            whole[row, :length] = torch.cat((cache[row, : length - 1], new[row : row + 1]))
         queries = q[row].double().expand(length, heads, dim)
-        k, v = keys[row, :length].double(), values[row, :length].double()
-        want.append(autograd.attention(queries, k, v, [length], dim**-0.5, window)[-1])
-    out = memory.output(4, heads, dim, dtype=dtype)
-    cached_attention_forward(out, q, keys, values, torch.tensor(lengths), dim**-0.5, window)
-    bound = tol.reduction(tol.accumulator(dtype), 11 * dim) + tol.elementwise(dtype, 2)
+        seen = [cache[row, :length].double() for cache in full]
+        want.append(autograd.attention(queries, *seen, [length], scale, window)[-1])
+    keys, values = (memory.holding(cache) for cache in past)
+    out = memory.output(rows, heads, dim, dtype=dtype)
+    ops.cached_attention_forward(out, q, k, v, keys, values, torch.tensor(lengths), scale, window)
+    bound = tol.reduction(tol.accumulator(dtype), max(lengths) * dim) + tol.elementwise(dtype, 2)
     tol.assert_close(out, torch.stack(want), bound, "out")
+    for cache, whole in zip((keys, values), full, strict=True):
+        assert torch.equal(cache.nan_to_num(7.0), whole.nan_to_num(7.0))
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        alone = memory.output(1, heads, dim, dtype=dtype)
+        caches = [memory.holding(cache[one]) for cache in past]
+        ops.cached_attention_forward(alone, q[one], k[one], v[one], *caches, torch.tensor([length]), scale, window)
+        if ops.cached_attention_forward is not cached_attention_forward:  # torch's sums depend on the shape
+            assert torch.equal(alone, out[one])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tolerances as tol
 import torch
+from ops.backends import Implementation
 from ops.memory import GuardedMemory
 from oracles import autograd, hf
 
@@ -123,6 +124,68 @@ def test_forward_and_every_gradient(
 
 def _gradients(linear: Linear) -> list[torch.Tensor]:
     return [linear.lora.dA, linear.lora.dB] if linear.lora else []
+
+
+DECODE = {
+    # T, K, [(N, rank, bias)]
+    "one-token": (1, 192, [(70, 16, True), (33, 16, False)]),
+    "one-of-each-size": (1, 1, [(1, 1, False)]),
+    "blocks-across-rows": (3, 65, [(97, 3, True), (33, 0, False)]),
+    "tail-of-half-a-step": (2, 104, [(10, 5, False)]),
+    "seventeen-tokens": (17, 128, [(65, 33, True), (31, 0, True)]),
+    "several-items": (5, 2112, [(260, 8, False)]),
+    "eight-layers": (4, 64, [(41, 8, bool(i % 2)) for i in range(8)]),
+}
+
+
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("nf4", [False, True], ids=["dense", "nf4"])
+@pytest.mark.parametrize("case", DECODE.values(), ids=DECODE)
+def test_decode(
+    memory: GuardedMemory,
+    ops: Ops,
+    dtype: torch.dtype,
+    implementation: Implementation,
+    random: torch.Generator,
+    case: tuple[int, int, list[tuple[int, int, bool]]],
+    nf4: bool,
+    residual: bool,
+) -> None:
+    """The forward for few tokens: against fp64, and a native token alone has the same bits."""
+    tokens, k, layers = case
+    layers = layers[:1] if residual else layers
+    made = [
+        make_linear(memory, random, n, k, rank, i, dtype, nf4=nf4, bias=bias)
+        for i, (n, rank, bias) in enumerate(layers)
+    ]
+    linears, x = [layer for layer, _ in made], randn(random, tokens, k, dtype=dtype)
+    added = randn(random, tokens, layers[0][0], dtype=dtype) if residual else None
+
+    def run(rows: slice) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        count = len(x[rows])
+        outs = [memory.output(count, n, dtype=dtype) for n, _, _ in layers]
+        us = [memory.output(count, rank, dtype=dtype) if rank else None for _, rank, _ in layers]
+        more = {} if added is None else {"residual": added[rows].clone()}
+        ops.linear_lora_decode(outs, us, x[rows].clone(), linears, None, **more)
+        return outs, us
+
+    outs, us = run(slice(0, tokens))
+    for i, (linear, weight) in enumerate(made):
+        want = x.double() @ weight.double().T
+        if linear.bias is not None:
+            want += linear.bias.double()
+        bound = tol.reduction(tol.accumulator(dtype), k) + 4 * tol.elementwise(dtype, 1)
+        if linear.lora is not None:
+            u = x.double() @ linear.lora.A.double().T
+            tol.assert_close(us[i], u, bound, f"u {i}")
+            want += linear.lora.scale * us[i].double() @ linear.lora.B.double().T
+        if added is not None:
+            want += added.double()
+        tol.assert_close(outs[i], want, bound, f"out {i}")
+    for t in range(tokens if implementation.native else 0):
+        alone_outs, alone_us = run(slice(t, t + 1))
+        for all_tokens, alone in zip([*outs, *us], [*alone_outs, *alone_us], strict=True):
+            assert all_tokens is None or torch.equal(all_tokens[t : t + 1], alone)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3], ids=["plain", "dropout"])

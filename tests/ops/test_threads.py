@@ -69,6 +69,21 @@ class Run:
         grads = [self.out("dq", total, *shape), self.out("dk", total, *kv_shape), self.out("dv", total, *kv_shape)]
         self.ops.attention_backward(*grads, dout, out, lse, q, k, v, bounds, 0.2, window)
 
+    def decode(self) -> None:
+        k, layers, tokens = 192, [(400, 16), (64, 0)], 3
+        weights = [quantize(self.randn(n, k, dtype=torch.float32), double_quant=True) for n, _ in layers]
+        group = [Linear(weights[1]), Linear(self.randn(700, k))]
+        empty = torch.empty(0)
+        group.append(Linear(weights[0], None, Lora(self.randn(16, k), self.randn(400, 16), empty, empty, 0.5, 0)))
+        outs = [self.out(f"decode{n}", tokens, n) for n in (64, 700, 400)]
+        self.ops.linear_lora_decode(outs, [None, None, self.out("u", tokens, 16)], self.randn(tokens, k), group, None)
+        q, k_new, v_new = self.randn(2, 6, 24), self.randn(2, 3, 24), self.randn(2, 3, 24)
+        keys, values = (self.holding(name, self.randn(2, 60, 3, 24)) for name in ("keys", "values"))
+        lengths = torch.tensor([60, 31])
+        self.ops.cached_attention_forward(
+            self.out("attention", 2, 6, 24), q, k_new, v_new, keys, values, lengths, 0.2, 40
+        )
+
     def head(self) -> None:
         tokens, hidden, vocab, rows = 90, 72, 2100, torch.arange(1, 90, 2)
         targets = torch.randint(0, vocab, (len(rows),), generator=self.random)
@@ -106,6 +121,7 @@ PARTS = {
     "linears-dropout": lambda run: run.linears(0.3),
     "attention": lambda run: run.attention(None),
     "attention-window": lambda run: run.attention(45),
+    "decode": Run.decode,
     "head": Run.head,
     "rows": Run.rows,
     "optimizer": Run.optimizer,

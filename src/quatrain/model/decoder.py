@@ -172,8 +172,8 @@ class Decoder:
         return final
 
     def _rope_tables(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, length: int) -> None:
-        """cos and sin for a row of `length` tokens. Only dynamic frequencies go by it; as far as cached steps go, they are
-        those of one token."""
+        """cos and sin for a row of `length` tokens. Only dynamic frequencies go by it, and cached steps end where they
+        begin to differ from those of one token."""
         rope_tables(cos, sin, positions, *inverse_frequencies(self._spec.rope, length))
 
     def _step_slots(self, rows: int, slots: int) -> list[Slot]:
