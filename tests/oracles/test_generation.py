@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import families, hf
-from oracles.engine import make_config, open_oracle, open_pipeline
+from oracles.engine import every_kernels, make_config, open_oracle, open_pipeline
 
 from quatrain.config import GenerateConfig
 from quatrain.errors import DataError
@@ -69,6 +69,37 @@ def test_a_second_turn_on_the_same_cache(tmp_path: Path, name: str) -> None:
         (row,) = generate(decoder, [prompt], config)
         assert row.ids == greedy_without_cache(decoder_of(pipeline), prompt, 10)
         prompt = [*prompt, *row.ids, 7, 30, 7]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernels", every_kernels())
+def test_every_instruction_set_says_what_transformers_says(tmp_path: Path, kernels: str) -> None:
+    variant, config = families.BY_NAME["qwen3-mixed-windows"], make_config(kernels=kernels)
+    oracle = open_oracle(variant, config, fp64=False)
+    for row in generate(
+        decoder_of(open_pipeline(variant, tmp_path, config)), prompts(), GenerateConfig(max_new_tokens=20)
+    ):
+        assert row.ids == greedy_by_transformers(oracle, row.prompt, 20), len(row.prompt)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kernels", every_kernels()[1:])  # the order of torch's sums depends on the shape
+def test_a_row_alone_has_the_same_logits(tmp_path: Path, kernels: str, dtype: str) -> None:
+    """Bit for bit: packed, captured, after rows have left, and at every length."""
+    pipeline = open_pipeline(families.BY_NAME["llama"], tmp_path, make_config(kernels=kernels, compute_dtype=dtype))
+    together, rows = decoder_of(pipeline), prompts([3, 9, 1, 20])
+    decoders = [decoder_of(pipeline) for _ in rows]
+    logits = together.start(rows, 40)
+    want = [decoder.start([row], 40) for decoder, row in zip(decoders, rows, strict=True)]
+    for step in range(9):
+        assert all(torch.equal(got, alone[0]) for got, alone in zip(logits, want, strict=True)), step
+        if step in (3, 6):
+            together.drop(0)
+            decoders[0], want[0] = decoders[-1], want[-1]
+            del decoders[-1], want[-1]
+        tokens = [7 * step + i for i in range(len(want))]
+        logits = together.step(tokens)
+        want = [decoder.step([token]) for decoder, token in zip(decoders, tokens, strict=True)]
 
 
 @pytest.mark.parametrize("variant", families.ONE_PER_FAMILY, ids=str)
