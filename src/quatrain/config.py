@@ -17,7 +17,8 @@ from quatrain.errors import ConfigError
 ClipMode = Literal["global", "layer", "none"]
 CheckpointMode = Literal["auto", "block", "none"]
 Kernels = Literal["auto", "reference", "portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
-ComputeDtype = Literal["auto", "bf16", "fp32", "fp64"]
+ComputeDtype = Literal["auto", "bf16", "fp16", "fp32", "fp64"]
+CudaGraph = Literal["auto", "on", "off"]
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -60,12 +61,15 @@ class InstructConfig(Options):
     clip: ClipMode = Field("global", description="what the norm spans: all adapters, one layer, or no clipping")
     quantize: Literal["nf4", "none"] = Field("nf4", description="how the frozen linears are held")
     double_quant: bool = Field(True, description="quantise NF4's block statistics to 8 bits")
-    compute_dtype: ComputeDtype = Field("auto", description="bf16 where the hardware multiplies it, else fp32")
+    compute_dtype: ComputeDtype = Field("auto", description="bf16 where the hardware multiplies it, else fp32 (fp16 on a GPU)")
     checkpoint: CheckpointMode = Field(
         "auto", description="recompute each block (block), keep all (none), or keep what fits"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run")
     kernels: Kernels = Field("auto", description="CPU kernels: the strongest there are, the reference ops, or an ISA")
+    cuda_graph: CudaGraph = Field(
+        "auto", description="replay each step on a GPU as one captured graph; on: fail where that is impossible"
+    )
     cache: bool = Field(True, description="keep the quantised base on disk, and map it from there at the next start")
     cache_dir: str | None = Field(
         None,

@@ -9,7 +9,7 @@ import torch
 
 from quatrain.errors import PlanError
 from quatrain.memory.arena import POISON_INT, Arena
-from quatrain.memory.plan import ALIGN, Held, MemoryPlan, Slot
+from quatrain.memory.plan import ALIGN, Held, MemoryPlan, Slot, overlay
 
 SLOTS = [
     Slot("a", "x", (3, 5), torch.float32),
@@ -68,3 +68,19 @@ def test_plan_adds_up_and_refuses_with_the_largest_groups() -> None:
     plan.require(plan.total_bytes)
     with pytest.raises(PlanError, match=r"needs 10 MB and the budget is 9 MB \(largest: weights 10 MB"):
         plan.require(9_000_000)
+
+
+def test_an_overlay_is_as_large_as_its_largest_part() -> None:
+    early = [Slot("s", "a", (40,), torch.float32), Slot("s", "b", (3,), torch.int64)]
+    inner = overlay("s", "late", [Slot("s", "c", (20,), torch.float32)], [Slot("s", "d", (2,), torch.float64)])
+    plan = MemoryPlan((*overlay("s", "shared", early, inner), SLOTS[0]), ())
+    assert plan.total_bytes == plan.groups()["s"] + ALIGN == 192 + 64 + ALIGN
+    arena = Arena(plan.slots)
+    assert arena.nbytes == plan.total_bytes
+    starts = {name: arena[name].data_ptr() - arena["shared"].data_ptr() for name in ("a", "b", "late", "c", "d")}
+    assert starts == {"a": 0, "b": 192, "late": 0, "c": 0, "d": 0}
+    assert arena["b"].dtype == torch.int64 and arena["d"].shape == (2,)
+    for name in starts:
+        arena[name].zero_()
+    assert bool(arena["x"].isnan().all())
+    arena.check_guards()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from quatrain.data.row import IGNORE, Row
+from quatrain.engine.device import Device, Wait
+from quatrain.memory.arena import Arena
 from quatrain.memory.plan import Slot
+from quatrain.ops.attention import RowBounds
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,128 @@ def split_rows(rows: Sequence[Row], capacity: int) -> list[list[Row]]:
     return groups
 
 
-def input_slots(tokens: int, rotary_half: int, wide: torch.dtype) -> list[Slot]:
-    """The arena slots that a `Batch` of up to `tokens` tokens is loaded into."""
-    integers = ("ids", "positions", "row_ids", "loss_rows", "targets", "dropout_keys")
-    slots = [Slot("inputs", name, (tokens,), torch.int64) for name in integers]
+@dataclass(frozen=True)
+class Bucket:
+    """The shape that the micro-batches of a step are filled up to: tokens of the stream, entries of the loss rows."""
+
+    tokens: int
+    targets: int
+
+
+def bucket_for(tokens: int, targets: int, capacity: int) -> Bucket:
+    """The smallest bucket that holds so much. There are eight sizes up to `capacity`, for either number."""
+    grain = -(-capacity // 8)
+
+    def up(count: int) -> int:
+        return min(-(-max(count, 1) // grain) * grain, capacity)
+
+    return Bucket(up(tokens), up(targets))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A micro-batch in its slots: what `Batch` holds, filled up to the bucket with inert rows."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    row_ids: torch.Tensor
+    loss_rows: torch.Tensor
+    targets: torch.Tensor
+    count: torch.Tensor  # int64 [], the supervised tokens
+    rows: Sequence[int] | RowBounds  # as the attention takes them
+    cu_seqlens: tuple[int, ...]
+    embedded: torch.Tensor | None  # [T, H] where the embedding is on the host
+
+    @property
+    def num_tokens(self) -> int:
+        return self.ids.shape[0]
+
+
+def batch_slots(tokens: int, *, static: bool, index: int = 0) -> list[Slot]:
+    """The arena slots for a `Batch` of up to `tokens` tokens, number `index` of those loaded at once."""
+    slots = [Slot("inputs", f"{name}.{index}", (tokens,), torch.int64) for name in _FIELDS]
+    slots.append(Slot("inputs", f"count.{index}", (1,), torch.int64))
+    if static:
+        slots += [Slot("inputs", f"{name}.{index}", (tokens,), torch.int32) for name in _BOUNDS]
+    return slots
+
+
+def stream_slots(tokens: int, rotary_half: int, wide: torch.dtype) -> list[Slot]:
+    """The arena slots for what is made from a batch before its first block, and for its losses."""
+    slots = [Slot("inputs", "dropout_keys", (tokens,), torch.int64)]
     slots += [Slot("inputs", name, (tokens, rotary_half), wide) for name in ("cos", "sin")]
     return [*slots, Slot("inputs", "losses", (tokens,), wide)]
+
+
+_FIELDS = ("ids", "positions", "row_ids", "loss_rows", "targets")
+_BOUNDS = ("row_start", "row_end")
+
+
+class Inputs:
+    """Loads batches into their slots: as they are, or, `static`, filled up to a bucket by way of (pinned) staging
+    buffers, so that the host never waits for the step before. `embed` [V, H] is the embedding where it is on the host;
+    the rows of a lone micro-batch then go to `embedded_slot`."""
+
+    def __init__(
+        self, arena: Arena, device: Device, *, static: bool, embed: torch.Tensor | None, embedded_slot: str
+    ) -> None:
+        self._arena, self._device, self._static = arena, device, static
+        self._embed, self._embedded_slot = embed, embedded_slot
+        self._staging: dict[str, torch.Tensor] = {}
+        self._uploaded: Wait | None = None
+
+    def load(self, batches: Sequence[Batch], bucket: Bucket | None) -> list[Loaded]:
+        """The batches in sets of slots 0, 1, ...; `bucket` None takes each at its own size."""
+        if self._uploaded is not None:
+            self._uploaded()  # the copies of the load before: the step that reads them may still run
+        loaded = [self._load(batch, index, bucket) for index, batch in enumerate(batches)]
+        if self._static:
+            self._uploaded = self._device.mark()
+        return loaded
+
+    def _load(self, batch: Batch, index: int, bucket: Bucket | None) -> Loaded:
+        tokens, targets = (bucket.tokens, bucket.targets) if bucket else (batch.num_tokens, batch.num_targets)
+        lengths = dict(zip(_FIELDS, (tokens, tokens, tokens, targets, targets), strict=True))
+        fields = {
+            name: self._fill(f"{name}.{index}", getattr(batch, name), length, fill=-1 if name == "targets" else 0)
+            for name, length in lengths.items()
+        }
+        count = self._fill(f"count.{index}", torch.tensor([batch.num_targets]), 1)
+        rows: Sequence[int] | RowBounds = batch.cu_seqlens
+        if self._static:
+            bounds = RowBounds.of(batch.cu_seqlens, tokens)
+            start, end = (
+                self._fill(f"{name}.{index}", part, tokens)
+                for name, part in zip(_BOUNDS, (bounds.start, bounds.end), strict=True)
+            )
+            rows = RowBounds(start, end)
+        return Loaded(
+            **fields, count=count[0], rows=rows, cu_seqlens=batch.cu_seqlens,
+            embedded=self._embedded(batch, index, tokens),
+        )  # fmt: skip
+
+    def _fill(self, slot: str, values: torch.Tensor, length: int, fill: int = 0) -> torch.Tensor:
+        """The first `length` rows of a slot: `values`, and behind them the filler."""
+        target, n = self._arena[slot][:length], values.shape[0]
+        if not self._static:
+            return target.copy_(values)
+        staged = self._staged(slot)[:length]
+        staged[:n] = values
+        staged[n:] = fill
+        return target.copy_(staged, non_blocking=True)
+
+    def _embedded(self, batch: Batch, index: int, tokens: int) -> torch.Tensor | None:
+        if self._embed is None:
+            return None
+        own = f"embedded.{index}"
+        slot = own if own in self._arena else self._embedded_slot
+        staged, n = self._staged(slot)[:tokens], batch.num_tokens
+        torch.index_select(self._embed, 0, batch.ids, out=staged[:n])
+        staged[n:] = 0
+        return self._arena[slot][:tokens].copy_(staged, non_blocking=True)
+
+    def _staged(self, slot: str) -> torch.Tensor:
+        if slot not in self._staging:
+            like = self._arena[slot]
+            self._staging[slot] = torch.empty(like.shape, dtype=like.dtype, pin_memory=self._device.pinned)
+        return self._staging[slot]

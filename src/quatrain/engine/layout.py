@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from quatrain.config import InstructConfig
-from quatrain.engine.inputs import input_slots
+from quatrain.engine.inputs import batch_slots, stream_slots
 from quatrain.memory.plan import Held, MemoryPlan, Slot
 from quatrain.model.adapters import match_targets, norm_sizes
 from quatrain.model.spec import LINEARS, ModelSpec
@@ -23,7 +23,12 @@ from quatrain.ops.select import Backend
 
 @dataclass(frozen=True)
 class Layout:
-    """`tokens` is the capacity of a micro-batch; blocks `first_kept` and above keep their intermediates."""
+    """`tokens` is the capacity of a micro-batch; blocks `first_kept` and above keep their intermediates.
+
+    `static`: a step's shapes are those of its bucket and its tail is inert, so that a captured step can be replayed.
+    `input_sets` micro-batches can be loaded at once; `graph_bytes` are for captured steps. The inputs of the first `offloaded` blocks wait on the host for
+    their backward, and with `embed_on_host` the embedding's rows are gathered there. `choices` says what was chosen
+    to fit, and why."""
 
     tokens: int
     first_kept: int
@@ -31,6 +36,13 @@ class Layout:
     compute_dtype: torch.dtype
     backend: Backend
     plan: MemoryPlan
+    device: str = "cpu"
+    static: bool = False
+    input_sets: int = 1
+    offloaded: int = 0
+    embed_on_host: bool = False
+    graph_bytes: int = 0
+    choices: tuple[str, ...] = ()
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -60,14 +72,14 @@ def lay_out(
     )  # fmt: skip
     held = [
         Held("process", "python and libraries", baseline),
-        *_weights(spec, compute_dtype, wide, nf4_nested),
-        *_adapters(spec, config, compute_dtype, wide),
+        *weights_held(spec, compute_dtype, wide, nf4_nested),
+        *adapters_held(spec, config, compute_dtype, wide),
         Held("temporaries", "largest op", backend.temporary_bytes(sizes)),
     ]
-    ranks = [_ranks(spec, config, layer) for layer in range(spec.num_layers)]
-    widest = {name: config.lora_rank for layer in ranks for name in layer}
+    ranks, widest = adapter_ranks(spec, config)
     slots = [
-        *input_slots(tokens, spec.rope.rotary_dim // 2, wide),
+        *batch_slots(tokens, static=False),
+        *stream_slots(tokens, spec.rope.rotary_dim // 2, wide),
         *[
             Slot("block inputs", f"hidden.{i}", (tokens, spec.hidden_size), compute_dtype)
             for i in range(spec.num_layers + 1)
@@ -86,15 +98,15 @@ def lay_out(
     ]
     least = MemoryPlan(tuple(slots), tuple(held))
     least.require(budget)
-    first_kept = _first_kept(config, [sum(slot.nbytes for slot in block) for block in kept], budget - least.total_bytes)
+    first_kept = choose_kept(config, [sum(slot.nbytes for slot in block) for block in kept], budget - least.total_bytes)
     slots += [slot for block in kept[first_kept:] for slot in block]
     plan = MemoryPlan(tuple(slots), tuple(held))
     plan.require(budget)
     return Layout(tokens, first_kept, head_chunk, compute_dtype, backend, plan)
 
 
-def _first_kept(config: InstructConfig, kept_bytes: list[int], room: int) -> int:
-    """Blocks are kept from the top: the last one's intermediates are the first that the backward needs."""
+def choose_kept(config: InstructConfig, kept_bytes: list[int], room: int) -> int:
+    """The first block to keep. It goes from the top: the last block's intermediates are the first that are needed."""
     if config.checkpoint == "block":
         return len(kept_bytes)
     if config.checkpoint == "none":
@@ -106,8 +118,12 @@ def _first_kept(config: InstructConfig, kept_bytes: list[int], room: int) -> int
     return first
 
 
-def _ranks(spec: ModelSpec, config: InstructConfig, layer: int) -> dict[str, int]:
-    return {name: config.lora_rank for at, name in match_targets(spec, config.lora_targets) if at == layer}
+def adapter_ranks(spec: ModelSpec, config: InstructConfig) -> tuple[list[dict[str, int]], dict[str, int]]:
+    """Each layer's adapted linears with their rank, and those of a workspace that serves every layer."""
+    layers: list[dict[str, int]] = [{} for _ in range(spec.num_layers)]
+    for layer, name in match_targets(spec, config.lora_targets):
+        layers[layer][name] = config.lora_rank
+    return layers, {name: rank for layer in layers for name, rank in layer.items()}
 
 
 def nf4_bytes(numel: int, nested: bool) -> int:
@@ -118,7 +134,8 @@ def nf4_bytes(numel: int, nested: bool) -> int:
     return -(-numel // 2) + statistics
 
 
-def _weights(spec: ModelSpec, compute: torch.dtype, wide: torch.dtype, nf4_nested: bool | None) -> list[Held]:
+def weights_held(spec: ModelSpec, compute: torch.dtype, wide: torch.dtype, nf4_nested: bool | None) -> list[Held]:
+    """The frozen weights; the embedding last but for an own head."""
     linears = biases = 0
     for name in LINEARS:
         n, k = spec.linear_shape(name)
@@ -135,7 +152,8 @@ def _weights(spec: ModelSpec, compute: torch.dtype, wide: torch.dtype, nf4_neste
     ]
 
 
-def _adapters(spec: ModelSpec, config: InstructConfig, compute: torch.dtype, wide: torch.dtype) -> list[Held]:
+def adapters_held(spec: ModelSpec, config: InstructConfig, compute: torch.dtype, wide: torch.dtype) -> list[Held]:
+    """Masters, gradients, moments, compute copies; last the adapter's file, while it is written and read back."""
     sizes = [0] * (spec.num_layers + 1)
     for layer, name in match_targets(spec, config.lora_targets):
         sizes[layer] += config.lora_rank * sum(spec.linear_shape(name))

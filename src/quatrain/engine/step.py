@@ -9,13 +9,21 @@ back and forth between two buffers; one workspace serves every block that is rec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 
 import torch
 
 from quatrain.config import InstructConfig
-from quatrain.engine.inputs import Batch
+from quatrain.engine.device import Device, HostDevice
+from quatrain.engine.device_layout import RING
+from quatrain.engine.graphs import GraphCache, StepKey
+from quatrain.engine.inputs import Batch, Bucket, Inputs, Loaded, bucket_for, pack_rows
 from quatrain.engine.layout import Layout
+from quatrain.engine.offload import Offload
+from quatrain.engine.outcomes import Outcomes, Pending
 from quatrain.memory.arena import Arena
 from quatrain.model.adapters import AdapterSet
 from quatrain.model.block import Stream, block_backward, block_forward, block_recompute
@@ -42,48 +50,97 @@ class StepEngine:
         layout: Layout,
         backend: Backend,
         profiler: Profiler,
-        device: torch.device | str = "cpu",
+        device: Device | None = None,
     ) -> None:
         self.params, self.adapters, self.config, self.layout = params, adapters, config, layout
-        self.profiler = profiler
-        self.arena = Arena(layout.plan.slots, device)
+        self.profiler, self.device = profiler, device or HostDevice()
+        place = adapters.master.device
+        self.arena = Arena(layout.plan.slots, place)
         self.ops = profiler.timed(backend.bind(self.arena["op scratch"]))
-        self.state = StepState.create(len(adapters.segments), device)
+        self.state = StepState.create(len(adapters.segments), place)
         self.optimizer = Optimizer(adapters, config, self.ops, self.state)
+        self.outcomes = Outcomes(self.state, self.device)
         self._num_layers = params.spec.num_layers
-        self.running = backend.running
+        ring = [self.arena[f"ring.{i}"] for i in range(RING)] if layout.offloaded else []
+        self._offload = Offload(ring, layout.offloaded, self.device) if ring else None
+        self.inputs = Inputs(
+            self.arena, self.device, static=layout.static, embed=params.embed if layout.embed_on_host else None,
+            embedded_slot="ring.0" if layout.offloaded else "hidden.0",
+        )  # fmt: skip
+        self._frequencies: tuple[torch.Tensor, float] | None = None
+        if params.spec.rope.kind != "dynamic":  # there they depend on each row's length
+            inv_freq, scaling = inverse_frequencies(params.spec.rope, 0)
+            self._frequencies = inv_freq.to(place), scaling
+        self._running = backend.running
+        self.graphs = self._graph_cache()
 
-    # The three things a caller asks for: losses alone, a training micro-batch, a caller's own gradient.
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around every use of the engine."""
+        with self._running(), self.device.running():
+            yield
+
+    # Optimizer steps, replayed from a captured graph where there is one.
+
+    def train_step(self, batches: Sequence[Batch]) -> Pending:
+        """Gradients of all micro-batches, then clip and update."""
+        if len(batches) <= self.layout.input_sets:
+            loaded = self.inputs.load(batches, self._bucket(batches))
+            self._run("train", loaded, lambda: self._step(loaded))
+        else:  # one after the other through the slots of the first
+            self.optimizer.begin_step()
+            for batch in batches:
+                self.train(batch)
+            self.optimizer.end_step()
+        return self.outcomes.take()
+
+    def train_step_from(self, batch: Batch, d_final: torch.Tensor) -> Pending:
+        """As `train_step` from the caller's gradient at the final norm's output, d_final [T, H]: see `train_from`."""
+        (loaded,) = self.inputs.load([batch], self._bucket([batch]))
+        self._take_gradient(loaded, d_final)
+        self._run("from", [loaded], lambda: self._step_from(loaded))
+        return self.outcomes.take()
+
+    def prepare_steps(self, shapes: Iterable[tuple[int, int, int]]) -> None:
+        """Captures steps before the first: `shapes` are (tokens, targets, micro-batches), the largest micro-batch's
+        tokens and targets. Nothing but captured steps remains of it: steps of inert rows alone change nothing."""
+        if self.graphs is None:
+            return
+        empty = pack_rows([])
+        buckets = {(self._bucket_for(tokens, targets), number) for tokens, targets, number in shapes}
+        works: list[tuple[StepKey, Callable[[], None]]] = []
+        for bucket, number in sorted(buckets, key=lambda item: item[1]):
+            if number <= self.layout.input_sets:
+                loaded = self.inputs.load([empty] * number, bucket)
+                works.append((self._key("train", loaded), partial(self._step, loaded)))
+        snapshot = self.state.snapshot()
+        self.graphs.prepare(works)
+        self.state.restore(snapshot)
+
+    # The parts of a step that a caller may ask for: losses alone, a training micro-batch, a caller's own gradient.
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """The loss of every supervised token, [R] in the accumulation dtype; valid until the next call. Nothing is
         trained."""
-        stream = self._load(batch, training=False)
-        self._forward(stream, batch.num_tokens, training=False)
-        return self._loss(batch, None)
+        loaded = self._load_alone(batch)
+        self._forward(self._stream(loaded, training=False), loaded, training=False)
+        return self._loss(loaded, None)[: batch.num_targets]
 
     def train(self, batch: Batch) -> None:
         """Forward, loss and backward of one micro-batch: gradients +=, `state.loss_sum` and `state.tokens` +=."""
-        stream = self._load(batch, training=True)
-        self._forward(stream, batch.num_tokens, training=True)
-        losses = self._loss(batch, self.arena["d_hidden.1"][: batch.num_tokens])
-        self.state.loss_sum += losses.sum(dtype=torch.float64)
-        self.state.tokens += batch.num_targets
-        self._backward(stream, batch.num_tokens, self._end_segment)
+        self._train(self._load_alone(batch))
 
     def train_from(self, batch: Batch, d_final: torch.Tensor) -> None:
         """As `train` with the caller's gradient at the final norm's output, d_final [T, H]. It is taken as it is: the
         gradients are its chain rule, not divided by a token count."""
-        stream = self._load(batch, training=True)
-        self._forward(stream, batch.num_tokens, training=True)
-        self.arena["d_hidden.1"][: batch.num_tokens].copy_(d_final)
-        self.state.tokens.fill_(1)
-        self._backward(stream, batch.num_tokens, self._end_segment)
+        loaded = self._load_alone(batch)
+        self._take_gradient(loaded, d_final)
+        self._train_from(loaded)
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """The final norm's output [T, H] without dropout; valid until the next call."""
-        stream = self._load(batch, training=False)
-        self._forward(stream, batch.num_tokens, training=False)
+        loaded = self._load_alone(batch)
+        self._forward(self._stream(loaded, training=False), loaded, training=False)
         return self.arena["final"][: batch.num_tokens]
 
     segment_hook: SegmentHook | None = None
@@ -94,7 +151,7 @@ class StepEngine:
         grads = self.adapters.named_grads()
         if not self.adapters.shared_grad:
             run()
-            return {name: grad.clone() for name, grad in grads.items()}
+            return self._unscaled({name: grad.clone() for name, grad in grads.items()})
         sums = {name: torch.zeros_like(grad) for name, grad in grads.items()}
 
         def add(segment: int) -> None:
@@ -107,43 +164,118 @@ class StepEngine:
             run()
         finally:
             self.segment_hook = None
-        return sums
+        return self._unscaled(sums)
+
+    def _unscaled(self, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.optimizer.loss_scale is not None:
+            for grad in grads.values():
+                grad.div_(self.state.loss_scale)
+        return grads
+
+    # Work as it is captured: it reads nothing on the host, and a replay repeats it on what the slots then hold.
+
+    def _step(self, loaded: Sequence[Loaded]) -> None:
+        self.optimizer.begin_step()
+        for micro_batch in loaded:
+            self._train(micro_batch)
+        self.optimizer.end_step()
+
+    def _step_from(self, loaded: Loaded) -> None:
+        self.optimizer.begin_step()
+        self._train_from(loaded)
+        self.optimizer.end_step()
+
+    def _train(self, loaded: Loaded) -> None:
+        state, d_final = self.state, self.arena["d_hidden.1"][: loaded.num_tokens]
+        stream = self._stream(loaded, training=True)
+        self._forward(stream, loaded, training=True)
+        losses = self._loss(loaded, d_final)
+        torch.sum(losses, 0, dtype=torch.float64, out=state.partial)
+        state.loss_sum += state.partial
+        state.tokens += loaded.count
+        self._backward(stream, loaded.num_tokens, self._end_segment)
+
+    def _train_from(self, loaded: Loaded) -> None:
+        stream = self._stream(loaded, training=True)
+        self._forward(stream, loaded, training=True)
+        self.state.tokens.fill_(1)
+        self._backward(stream, loaded.num_tokens, self._end_segment)
 
     # The parts, in the order of a step.
 
-    def _load(self, batch: Batch, training: bool) -> Stream:
-        """Copies the batch into its slots and prepares what all blocks share."""
-        arena, spec, n, r = self.arena, self.params.spec, batch.num_tokens, batch.num_targets
-        for name in ("ids", "positions", "row_ids"):
-            arena[name][:n].copy_(getattr(batch, name))
-        for name in ("loss_rows", "targets"):
-            arena[name][:r].copy_(getattr(batch, name))
-        cos, sin, positions = arena["cos"][:n], arena["sin"][:n], arena["positions"][:n]
-        if spec.rope.kind == "dynamic":  # its frequencies depend on the row's own length
-            bounds = list(zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True))
+    def _bucket(self, batches: Sequence[Batch]) -> Bucket | None:
+        return self._bucket_for(max(b.num_tokens for b in batches), max(b.num_targets for b in batches))
+
+    def _bucket_for(self, tokens: int, targets: int) -> Bucket | None:
+        return bucket_for(tokens, targets, self.layout.tokens) if self.layout.static else None
+
+    def _load_alone(self, batch: Batch) -> Loaded:
+        return self.inputs.load([batch], self._bucket([batch]))[0]
+
+    def _take_gradient(self, loaded: Loaded, d_final: torch.Tensor) -> None:
+        slot, tokens = self.arena["d_hidden.1"][: loaded.num_tokens], d_final.shape[0]
+        slot[:tokens].copy_(d_final)
+        slot[tokens:].zero_()
+
+    def _key(self, kind: str, loaded: Sequence[Loaded]) -> StepKey:
+        return StepKey(loaded[0].num_tokens, loaded[0].targets.shape[0], len(loaded), kind)
+
+    def _run(self, kind: str, loaded: Sequence[Loaded], work: Callable[[], None]) -> None:
+        if self.graphs is None or self.profiler.enabled:
+            work()
         else:
-            bounds = [(0, n)]
-        for start, end in bounds:
-            inv_freq, scaling = inverse_frequencies(spec.rope, end - start)
-            part = slice(start, end)
-            self.ops.rope_tables(cos[part], sin[part], positions[part], inv_freq, scaling)
+            self.graphs.run(self._key(kind, loaded), work)
+
+    def _graph_cache(self) -> GraphCache | None:
+        mode, layout = self.config.cuda_graph, self.layout
+        if not layout.static or mode == "off":
+            return None
+        graphs = GraphCache(self.device, layout.graph_bytes, required=mode == "on")
+        rope = self.params.spec.rope
+        if rope.kind == "dynamic" and self.config.max_seq_len > rope.original_max_position:
+            graphs.refuse("dynamic rope: the frequencies of long rows depend on their lengths, which the host knows")
+        return graphs
+
+    def _stream(self, loaded: Loaded, training: bool) -> Stream:
+        """Prepares what all blocks share."""
+        arena, spec, n = self.arena, self.params.spec, loaded.num_tokens
+        cos, sin = arena["cos"][:n], arena["sin"][:n]
+        if self._frequencies is not None:
+            self.ops.rope_tables(cos, sin, loaded.positions, *self._frequencies)
+        else:
+            for start, end in pairwise((*loaded.cu_seqlens, n)):
+                if end > start:  # the inert tail counts as a row
+                    inv_freq, scaling = inverse_frequencies(spec.rope, end - start)
+                    part = slice(start, end)
+                    self.ops.rope_tables(cos[part], sin[part], loaded.positions[part], inv_freq.to(cos.device), scaling)
         dropout = None
         if training and self.config.lora_dropout > 0:
             keys = arena["dropout_keys"][:n]
-            self.ops.dropout_keys(keys, arena["row_ids"][:n], positions, self.state.step, self.config.seed)
+            self.ops.dropout_keys(keys, loaded.row_ids, loaded.positions, self.state.step, self.config.seed)
             dropout = Dropout(self.config.lora_dropout, keys)
-        return Stream(self.ops, spec, batch.cu_seqlens, cos, sin, dropout)
+        return Stream(self.ops, spec, loaded.rows, cos, sin, dropout)
 
-    def _forward(self, stream: Stream, tokens: int, training: bool) -> None:
+    def _forward(self, stream: Stream, loaded: Loaded, training: bool) -> None:
         """Fills hidden.0 .. hidden.L and `final`."""
-        arena, params = self.arena, self.params
+        arena, params, tokens = self.arena, self.params, loaded.num_tokens
+        offload = self._offload if training else None
         with self.profiler.part("embedding"):
-            self.ops.embedding_forward(self._hidden(0, tokens), arena["ids"][:tokens], params.embed)
+            first = self._hidden(0, tokens)
+            if loaded.embedded is None:
+                self.ops.embedding_forward(first, loaded.ids, params.embed)
+            elif self.layout.input_sets > 1:  # else it is there already
+                first.copy_(loaded.embedded)
+            if offload is not None:
+                offload.written(0, tokens)
         for layer, block in enumerate(params.blocks):
             saved = self._saved(layer, tokens, training)
             with self.profiler.part("forward", layer):
+                if offload is not None:
+                    offload.before_write(layer + 1)
                 x, out = self._hidden(layer, tokens), self._hidden(layer + 1, tokens)
                 block_forward(out, x, saved, block, stream, params.spec.windows[layer])
+                if offload is not None:
+                    offload.written(layer + 1, tokens)
             if not (training and self._kept(layer)):
                 arena.release(saved.tensors())
         with self.profiler.part("final norm"):
@@ -152,21 +284,22 @@ class StepEngine:
                 params.final_norm, params.spec.rms_norm_eps,
             )  # fmt: skip
 
-    def _loss(self, batch: Batch, d_final: torch.Tensor | None) -> torch.Tensor:
+    def _loss(self, loaded: Loaded, d_final: torch.Tensor | None) -> torch.Tensor:
         """The losses [R] of the supervised rows; the gradient of their sum into d_final [T, H] =."""
-        arena, n, r = self.arena, batch.num_tokens, batch.num_targets
-        losses = arena["losses"][:r]
+        arena, n = self.arena, loaded.num_tokens
+        losses = arena["losses"][: loaded.targets.shape[0]]
         with self.profiler.part("head and loss"):
             self.ops.head_loss(
-                losses, d_final, arena["final"][:n], arena["loss_rows"][:r], arena["targets"][:r],
-                self.params.head, arena["logits"],
-            )  # fmt: skip
+                losses, d_final, arena["final"][:n], loaded.loss_rows, loaded.targets, self.params.head, arena["logits"]
+            )
         return losses
 
     def _backward(self, stream: Stream, tokens: int, end_segment: SegmentHook) -> None:
         """From the gradient in d_hidden.1 at the final norm's output down to the first block's input."""
         arena, params, last = self.arena, self.params, self._num_layers
         d_out, d_x = arena["d_hidden.0"][:tokens], arena["d_hidden.1"][:tokens]
+        if self.optimizer.loss_scale is not None:
+            d_x.mul_(self.state.loss_scale)
         self.optimizer.begin_segment()
         with self.profiler.part("final norm"):
             self.ops.rms_norm_backward(
@@ -178,6 +311,8 @@ class StepEngine:
         for layer in reversed(range(last)):
             block, window, x = params.blocks[layer], params.spec.windows[layer], self._hidden(layer, tokens)
             saved = self._saved(layer, tokens, training=True)
+            if self._offload is not None:
+                self._offload.before_read(layer)
             if not self._kept(layer):
                 with self.profiler.part("recompute", layer):
                     block_recompute(x, saved, block, stream, window)
@@ -185,6 +320,8 @@ class StepEngine:
             with self.profiler.part("backward", layer):
                 block_backward(d_x, self.adapters.norm_grads[layer], d_out, x, saved, scratch, block, stream, window)
             end_segment(layer)
+            if self._offload is not None:
+                self._offload.read(layer, tokens)
             arena.release(saved.tensors())
             arena.release(scratch.tensors())
             d_out, d_x = d_x, d_out
@@ -208,4 +345,5 @@ class StepEngine:
         return saved
 
     def _hidden(self, index: int, tokens: int) -> torch.Tensor:
-        return self.arena[f"hidden.{index}"][:tokens]
+        slot = f"ring.{index % RING}" if index < self.layout.offloaded else f"hidden.{index}"
+        return self.arena[slot][:tokens]

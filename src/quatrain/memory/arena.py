@@ -7,6 +7,7 @@ memory or a stray write shows.
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable, Sequence
 
@@ -28,7 +29,7 @@ class Arena:
 
     def __init__(self, slots: Sequence[Slot], device: torch.device | str = "cpu", poison: bool | None = None) -> None:
         self.poisoned = poison_by_default if poison is None else poison
-        self.nbytes = sum(slot.nbytes for slot in slots)
+        self.nbytes = sum(slot.nbytes for slot in slots if not slot.within)
         guard = GUARD_BYTES if self.poisoned else 0
         self._block = _allocate(self.nbytes + guard * (len(slots) + 1), torch.device(device))
         if self.poisoned:
@@ -39,11 +40,13 @@ class Arena:
         for slot in slots:
             if slot.name in self._tensors:
                 raise ValueError(f"two slots are named {slot.name!r}")
+            size = math.prod(slot.shape) * slot.dtype.itemsize
+            if slot.within:
+                part = self._tensors[slot.within].view(torch.uint8)[slot.offset : slot.offset + size]
+                self._tensors[slot.name] = part.view(slot.dtype).view(slot.shape)
+                continue
             self._guards.append((slot.name, self._block[offset : offset + guard]))
             offset += guard
-            size = slot.dtype.itemsize
-            for dim in slot.shape:
-                size *= dim
             self._tensors[slot.name] = self._block[offset : offset + size].view(slot.dtype).view(slot.shape)
             self._poison(self._tensors[slot.name])
             offset += slot.nbytes

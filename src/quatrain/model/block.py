@@ -18,6 +18,7 @@ import torch
 from quatrain.model.params import BlockParams
 from quatrain.model.spec import ModelSpec
 from quatrain.model.workspace import BackwardScratch, Intermediates
+from quatrain.ops.attention import RowBounds
 from quatrain.ops.dropout import Dropout
 from quatrain.ops.select import Ops
 
@@ -28,7 +29,7 @@ class Stream:
 
     ops: Ops
     spec: ModelSpec
-    cu_seqlens: Sequence[int]
+    cu_seqlens: Sequence[int] | RowBounds  # where the host may not look, the bounds are on the device
     cos: torch.Tensor  # [T, rotary_dim / 2]
     sin: torch.Tensor  # [T, rotary_dim / 2]
     dropout: Dropout | None

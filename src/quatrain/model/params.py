@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -34,3 +34,21 @@ class ModelParams:
     blocks: list[BlockParams]
     final_norm: torch.Tensor
     head: torch.Tensor
+
+
+def params_on(device: str, params: ModelParams, *, embed_stays: bool) -> ModelParams:
+    """The weights on another device; with `embed_stays` all but the embedding. Call it before adapters are attached."""
+
+    def moved(value: Any) -> Any:
+        if hasattr(value, "to"):
+            return value.to(device)
+        if isinstance(value, dict):
+            return {name: moved(item) for name, item in value.items()}
+        if hasattr(value, "__dataclass_fields__"):
+            return replace(value, **{field.name: moved(getattr(value, field.name)) for field in fields(value)})
+        return value
+
+    head = moved(params.head)
+    embed = params.embed if embed_stays else head if params.head is params.embed else moved(params.embed)
+    blocks = [moved(block) for block in params.blocks]
+    return ModelParams(params.spec, embed, blocks, moved(params.final_norm), head)

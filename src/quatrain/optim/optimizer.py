@@ -13,6 +13,7 @@ import torch
 from quatrain.config import InstructConfig
 from quatrain.model.adapters import AdapterSet
 from quatrain.ops.select import Ops
+from quatrain.optim.loss_scale import LossScale
 from quatrain.optim.state import StepState
 
 
@@ -20,6 +21,7 @@ class Optimizer:
     def __init__(self, adapters: AdapterSet, config: InstructConfig, ops: Ops, state: StepState) -> None:
         self.adapters, self.config, self.ops, self.state = adapters, config, ops, state
         self.by_layer = config.clip == "layer"
+        self.loss_scale = LossScale(state) if adapters.compute.dtype == torch.float16 else None
         self._max_norm = None if config.clip == "none" else config.max_grad_norm
 
     def begin_step(self) -> None:
@@ -40,11 +42,8 @@ class Optimizer:
         parts = self.adapters.segment_grad(index)
         if not parts:
             return
-        state, slot = self.state, slice(index, index + 1)
         self._square(index)
-        self.ops.clip_scale(
-            state.scale, state.norm, state.skip, state.squares[slot], state.loss_sum, state.tokens, self._max_norm
-        )
+        self._clip(self.state.squares[index : index + 1], scaled=True)
         for part, grad in parts:
             self._update(part, grad)
 
@@ -54,19 +53,29 @@ class Optimizer:
         if not self.by_layer:
             for index in range(len(adapters.segments)):
                 self._square(index)
-        self.ops.clip_scale(
-            state.scale, state.norm, state.skip, state.squares, state.loss_sum, state.tokens, self._max_norm
-        )
+        self._clip(state.squares, scaled=not self.by_layer)
         if not self.by_layer:
             lora = adapters.compute.numel()
             for part in (slice(0, lora), slice(lora, adapters.master.numel())):
                 if part.stop > part.start:
                     self._update(part, adapters.grad[part])
-        state.step += ~state.skip
-        state.skipped += state.skip
+        if self.loss_scale is not None:
+            self.loss_scale.adjust()
+        state.end_step()
+
+    def _clip(self, squares: torch.Tensor, scaled: bool) -> None:
+        """`scale`, `norm` and `skip` from squares of gradients; `scaled`: they still carry the loss scale."""
+        state = self.state
+        if self.loss_scale is not None and scaled:
+            self.loss_scale.unscale_squares(squares)
+        self.ops.clip_scale(
+            state.scale, state.norm, state.skip, squares, state.loss_sum, state.tokens, self._max_norm
+        )
+        if self.loss_scale is not None:
+            state.scale.div_(state.loss_scale)
 
     def _square(self, index: int) -> None:
-        slot, partial = self.state.squares[index], torch.empty_like(self.state.norm)
+        slot, partial = self.state.squares[index], self.state.partial
         for _, grad in self.adapters.segment_grad(index):
             self.ops.sum_squares(partial, grad)
             slot += partial

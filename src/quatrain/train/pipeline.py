@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,11 +16,13 @@ from quatrain.data.stream import StopTexts
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.engine.inputs import Batch, pack_rows, split_rows
 from quatrain.engine.layout import Layout
-from quatrain.engine.setup import choose_layout
+from quatrain.engine.outcomes import Pending
+from quatrain.engine.setup import choose_layout, engine_device
 from quatrain.engine.step import StepEngine
 from quatrain.errors import CheckpointError, ConfigError, DataError
 from quatrain.memory.plan import MemoryPlan
 from quatrain.model.adapters import AdapterSet
+from quatrain.model.params import params_on
 from quatrain.profile.spans import Profiler
 
 if TYPE_CHECKING:
@@ -45,6 +47,29 @@ class StepResult:
     lr: float
     step: int
     skipped: bool
+
+
+class PendingStep:
+    """A step that was started. `result` waits until it is done."""
+
+    def __init__(self, pending: Pending, batches: Sequence[Batch], loss: float | None = None) -> None:
+        self._pending, self._loss = pending, loss
+        self._tokens = sum(batch.num_tokens for batch in batches)
+        self._count = sum(batch.num_targets for batch in batches)
+
+    def result(self) -> StepResult:
+        outcome = self._pending.result()
+        mean = outcome.loss_sum / self._count if self._loss is None else self._loss
+        return StepResult(
+            loss=mean,
+            num_response_tokens=self._count,
+            perplexity=_perplexity(mean),
+            grad_norm=outcome.grad_norm,
+            tokens=self._tokens,
+            lr=outcome.lr,
+            step=outcome.step,
+            skipped=outcome.skipped,
+        )
 
 
 @dataclass(frozen=True)
@@ -73,10 +98,13 @@ class InstructPipeline:
             quantizer=layout.backend.quantize, error_of=layout.backend.quantize_error, cache=cache,
         )  # fmt: skip
         self.notices: list[str] = cache.notices if cache else []
-        self.adapters = AdapterSet(self.spec, config, layout.compute_dtype)
+        device = engine_device(layout.device)
+        if layout.device != "cpu":
+            params = params_on(layout.device, params, embed_stays=layout.embed_on_host)
+        self.adapters = AdapterSet(self.spec, config, layout.compute_dtype, layout.device)
         self.adapters.attach(params)
         self.adapters.initialise(config.seed)
-        self.engine = StepEngine(params, self.adapters, config, layout, layout.backend, self.profiler)
+        self.engine = StepEngine(params, self.adapters, config, layout, layout.backend, self.profiler, device)
         self.set_learning_rate(config.learning_rate)
 
     @classmethod
@@ -111,6 +139,10 @@ class InstructPipeline:
 
     def train_micro_batches(self, micro_batches: Sequence[Sequence[Sample]]) -> StepResult:
         """One optimizer step over given micro-batches; its gradient is the mean over all their supervised tokens."""
+        return self.start_step(micro_batches).result()
+
+    def start_step(self, micro_batches: Sequence[Sequence[Sample]]) -> PendingStep:
+        """As `train_micro_batches`, without waiting for the result: on a GPU the step has only been enqueued."""
         batches = self._batches([self._rows(rows) for rows in micro_batches])
         self._require_targets(batches)
         if len(batches) > 1 and self.config.clip == "layer":
@@ -119,11 +151,21 @@ class InstructPipeline:
                 hint="use --clip global, or raise micro_batch_tokens so that a step is one micro-batch",
             )
         with self.engine.running():
-            self.engine.optimizer.begin_step()
-            for batch in batches:
-                self.engine.train(batch)
-            self.engine.optimizer.end_step()
-        return self._step_result(batches)
+            return PendingStep(self.engine.train_step(batches), batches)
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that may be started before the first one's result is asked for without losing time."""
+        return 0 if self._layout.device == "cpu" else 1
+
+    def prepare_steps(self, steps: Iterable[Sequence[Sequence[Row]]]) -> None:
+        """Captures the shapes of coming steps (each a list of micro-batches), where steps are captured."""
+        shapes = {
+            (max(sum(map(len, part)) for part in step), max(sum(r.num_supervised for r in part) for part in step), len(step))
+            for step in steps
+        }
+        with self.engine.running():
+            self.engine.prepare_steps(shapes)
 
     def backward_step(self, samples: Sequence[Sample], d_hidden: torch.Tensor) -> StepResult:
         """One optimizer step from the caller's gradient d_hidden [T, H] at the final norm's output, T the tokens of
@@ -132,10 +174,7 @@ class InstructPipeline:
         batches = self._batches([self._rows(samples)])
         self._check_d_hidden(batches, d_hidden)
         with self.engine.running():
-            self.engine.optimizer.begin_step()
-            self.engine.train_from(batches[0], d_hidden)
-            self.engine.optimizer.end_step()
-        return self._step_result(batches, loss=math.nan)
+            return PendingStep(self.engine.train_step_from(batches[0], d_hidden), batches, loss=math.nan).result()
 
     # Gradients without an update.
 
@@ -245,6 +284,10 @@ class InstructPipeline:
     def _decoder(self) -> Decoder:
         from quatrain.model.decoder import Decoder
 
+        if self._layout.device != "cpu":
+            raise ConfigError(
+                "text generation runs on the CPU in this version", hint="open the adapter with --device cpu"
+            )
         return Decoder(self.engine.params, self._layout.backend)
 
     # Files.
@@ -256,7 +299,7 @@ class InstructPipeline:
         from quatrain.checkpoint.peft import save_adapter
 
         save_adapter(
-            folder, self.adapters.named(), self.config, num_layers=self.spec.num_layers, base_name=self.source.name,
+            folder, _on_host(self.adapters.named()), self.config, num_layers=self.spec.num_layers, base_name=self.source.name,
             base_fingerprint=self.source.fingerprint(),
             files=self.tokenizer.files_to_save() if self.tokenizer else None,
         )  # fmt: skip
@@ -272,16 +315,23 @@ class InstructPipeline:
         return notices
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All that a resumed run needs to go on bit for bit: masters, moments, counters. Views, not copies."""
+        """All that a resumed run needs to go on bit for bit: masters, moments, counters. On the CPU views, not
+        copies."""
+        return _on_host(self._state())
+
+    def _state(self) -> dict[str, torch.Tensor]:
         exp_avg, exp_avg_sq = self.adapters.named_moments()
         state = {f"master.{name}": tensor for name, tensor in self.adapters.named().items()}
         state |= {f"exp_avg.{name}": tensor for name, tensor in exp_avg.items()}
         state |= {f"exp_avg_sq.{name}": tensor for name, tensor in exp_avg_sq.items()}
-        return state | {"step": self.engine.state.step, "skipped": self.engine.state.skipped}
+        scalars = ["step", "skipped"]
+        if self.engine.optimizer.loss_scale is not None:
+            scalars += ["loss_scale", "good"]
+        return state | {name: getattr(self.engine.state, name) for name in scalars}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restores what `state` returned, all of it or nothing. Raises CheckpointError naming what differs."""
-        own = self.state()
+        own = self._state()
         problems = [f"missing {name}" for name in own if name not in state]
         problems += [f"unexpected {name}" for name in state if name not in own]
         problems += [
@@ -350,27 +400,16 @@ class InstructPipeline:
                 f"d_hidden: want shape {want} (tokens of all samples, hidden size), got {tuple(d_hidden.shape)}"
             )
 
-    def _step_result(self, batches: list[Batch], loss: float | None = None) -> StepResult:
-        state = self.engine.state
-        count = sum(batch.num_targets for batch in batches)
-        mean = state.loss_sum.item() / count if loss is None else loss
-        return StepResult(
-            loss=mean,
-            num_response_tokens=count,
-            perplexity=_perplexity(mean),
-            grad_norm=state.norm.item(),
-            tokens=sum(batch.num_tokens for batch in batches),
-            lr=state.lr.item(),
-            step=int(state.step.item()),
-            skipped=bool(state.skip.item()),
-        )
-
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ConfigError(
                 f"{self.source.name} has no tokenizer: text needs one", hint="use token ids (generate_ids, train_step)"
             )
         return self.tokenizer
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def _contains_any(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[Sequence[int]], bool]:

@@ -14,6 +14,7 @@ OPTION_SETS = (RunOptions, TrainOptions, InstructConfig, DataOptions)
 # The model and the data themselves are compared by content.
 FREE_ON_RESUME = frozenset(
     {"model", "data", "validation", "out", "resume", "override", "overwrite", "memory_budget", "checkpoint"}
+    | {"cuda_graph"}
     | {"save_every", "keep_checkpoints", "cache", "cache_dir"}
 )
 

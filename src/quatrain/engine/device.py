@@ -1,0 +1,139 @@
+"""What a step needs of the device it runs on besides kernels: order between streams, pinned memory, capture.
+
+The engine's work on a GPU goes to one stream of its own, because the default one cannot be captured. All of it is about
+order among pieces of enqueued work; the host waits only where a docstring says so.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from quatrain.errors import KernelError
+
+Wait = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Captured work. `launch` enqueues it; `nbytes` is what it holds on the device."""
+
+    launch: Callable[[], None]
+    nbytes: int
+
+
+class Device(Protocol):
+    """The device of an engine; `pinned` says that host memory of transfers must be pinned."""
+
+    pinned: bool
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around the engine's work: it starts after what the caller has enqueued before, and what the caller enqueues
+        afterwards starts after it."""
+
+    def mark(self) -> Wait:
+        """A call by which the host waits for everything that is enqueued now."""
+
+    def synchronize(self) -> None:
+        """The host waits for everything."""
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        """Records what `work` enqueues and runs none of it. Raises what `work` raises, or KernelError, and leaves no
+        capture open then."""
+
+    def copy_aside(self, to: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copies after all that is enqueued now, beside what is enqueued next, until `wait` for the returned handle."""
+
+    def wait(self, handle: Any) -> None:
+        """What the engine enqueues next starts after the copy."""
+
+
+class HostDevice:
+    """The CPU: when a call returns, it has happened."""
+
+    pinned = False
+
+    def running(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> Wait:
+        return self.synchronize
+
+    def synchronize(self) -> None:
+        pass
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        raise KernelError("the CPU captures no graphs")
+
+    def copy_aside(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        to.copy_(source)
+
+    def wait(self, handle: None) -> None:
+        pass
+
+
+class CudaDevice:
+    """A GPU through torch. Never run without one: untested on hardware."""
+
+    pinned = True
+
+    def __init__(self) -> None:
+        self._stream, self._side = torch.cuda.Stream(), torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        caller = torch.cuda.current_stream()
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            yield
+        caller.wait_stream(self._stream)
+
+    def mark(self) -> Wait:
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize  # type: ignore[no-any-return]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def capture(self, work: Callable[[], None]) -> Replay:
+        gc.collect()  # a tensor that is freed during the capture would invalidate it
+        torch.cuda.synchronize()
+        free, _ = torch.cuda.mem_get_info()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            self._abandon(graph)
+            raise
+        graph.capture_end()
+        torch.cuda.synchronize()
+        return Replay(graph.replay, max(0, free - torch.cuda.mem_get_info()[0]))
+
+    @staticmethod
+    def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that failed; an invalidated one says so when it is ended, which is no news."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            pass
+        finally:
+            graph.reset()
+
+    def copy_aside(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            to.copy_(source, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        return done
+
+    def wait(self, handle: torch.cuda.Event) -> None:
+        torch.cuda.current_stream().wait_event(handle)
