@@ -38,6 +38,16 @@ class Evaluation:
     perplexity: float
 
 
+@dataclass(frozen=True)
+class Started:
+    pipeline: Standin
+    value: Result
+
+    def result(self) -> Result:
+        self.pipeline.unread -= 1
+        return self.value
+
+
 class Standin:
     """`losses` and `eval_losses` are dealt out in order; when they run out, a slowly falling loss takes over."""
 
@@ -48,26 +58,30 @@ class Standin:
         self.evaluations: list[int] = []
         self.adapters: list[int] = []
         self.counter = torch.zeros((), dtype=torch.int64)
+        self.steps_in_flight, self.unread = 0, 0
         self.after_step = lambda: None
 
     def set_learning_rate(self, lr: float) -> None:
         self.rates.append(lr)
 
-    def train_micro_batches(self, micro_batches: list[list[Row]]) -> Result:
+    def start_step(self, micro_batches: list[list[Row]]) -> Started:
         self.counter += 1
         self.steps.append(micro_batches)
         loss = self.losses.pop(0) if self.losses else 2.0 - 0.001 * int(self.counter)
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         self.after_step()
         supervised, tokens = sum(row.num_supervised for row in rows), sum(map(len, rows))
-        return Result(loss, supervised, 1.0, tokens, not math.isfinite(loss))
+        self.unread += 1
+        return Started(self, Result(loss, supervised, 1.0, tokens, not math.isfinite(loss)))
 
     def evaluate(self, samples: list[Row]) -> Evaluation:
+        assert self.unread == 0
         self.evaluations.append(int(self.counter))
         loss = self.eval_losses.pop(0) if self.eval_losses else 1.0 - 0.001 * int(self.counter)
         return Evaluation(loss, math.exp(loss))
 
     def state(self) -> dict[str, torch.Tensor]:
+        assert self.unread == 0, "a checkpoint before the results of all its steps"
         return {"step": self.counter, "master.q_proj.lora_B.weight": self.counter.float().reshape(1)}
 
     def save_adapter(self, folder: Path) -> None:

@@ -200,3 +200,29 @@ def test_evaluation_and_checkpoint_always_happen_at_the_end(tmp_path: Path) -> N
     pipeline = Standin()
     loop_of(tmp_path, pipeline, TrainOptions(batch_size=5, epochs=1, eval_every=1000, save_every=1000)).run()
     assert pipeline.evaluations == [20] and kept(tmp_path) == ["step-000020"]
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_results_that_are_read_late_change_nothing(tmp_path: Path, in_flight: int) -> None:
+    """Metrics, evaluations, checkpoints and the best adapter are those of a run that waits for every step."""
+    options = TrainOptions(batch_size=10, max_steps=23, eval_every=5, save_every=4)
+    seen = []
+    for name, steps in (("at once", 0), ("late", in_flight)):
+        pipeline, recorder = Standin(losses=[2.0, math.nan, 1.5]), Recorder()
+        pipeline.steps_in_flight = steps
+        assert loop_of(tmp_path / name, pipeline, options, reporter=recorder).run() == "finished"
+        lines = [{**line, "tokens_per_s": None} for line in metrics(tmp_path / name)]
+        seen.append((lines, pipeline.evaluations, pipeline.adapters, kept(tmp_path / name), recorder.warnings))
+    assert seen[0] == seen[1] and len(seen[0][0]) == 23 + 5 and len(seen[0][4]) == 1
+
+
+def test_a_problem_that_is_read_late_still_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """The step that was started meanwhile is kept: it is in the metrics, and the checkpoint is of it."""
+    pipeline = Standin(losses=[2.0, math.nan, math.nan, 1.5, 1.5])
+    pipeline.steps_in_flight = 1
+    options = TrainOptions(batch_size=10, max_steps=9, max_skipped_steps=2)
+    with pytest.raises(QuatrainError, match="the last was step 3"):
+        loop_of(tmp_path, pipeline, options).run()
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    checkpoint, _ = newest_complete(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 4 and checkpoint.progress["progress"]["skipped"] == 2

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from quatrain.checkpoint.source import ModelSource
     from quatrain.config import InstructConfig
-    from quatrain.memory.plan import MemoryPlan
+    from quatrain.engine.layout import Layout
     from quatrain.ops.select import Backend
     from quatrain.train.batching import Batching
     from quatrain.train.run import Outcome, Preparation
@@ -23,21 +23,19 @@ def preparation(console: Console, it: Preparation) -> None:
     """Everything about a run that is known before its first step."""
     from quatrain.cli.report import short_lines
 
-    model(console, it.source, it.config)
+    model(console, it.source, it.config, it.layout)
     kernels(console, it.layout.backend)
     modules(console, it)
     block(console, "data", short_lines(it.prepared))
     steps(console, it)
-    plan(console, it.plan)
+    plan(console, it.layout)
     options(console, it.settings.non_default())
     for note in it.notes:
         block(console, "note", [note], "yellow")
 
 
-def model(console: Console, source: ModelSource, config: InstructConfig) -> None:
+def model(console: Console, source: ModelSource, config: InstructConfig, layout: Layout) -> None:
     """The model, how it is held, where it runs and why there."""
-    from quatrain.engine.setup import resolve_compute_dtype
-
     spec = source.spec
     parameters = sum(math.prod(info.shape) for info in source.inventory().values())
     held = (
@@ -45,14 +43,14 @@ def model(console: Console, source: ModelSource, config: InstructConfig) -> None
         if config.quantize == "nf4"
         else "unquantised"
     )
-    dtype = str(resolve_compute_dtype(config)).removeprefix("torch.")
+    dtype = str(layout.compute_dtype).removeprefix("torch.")
     block(
         console,
         "model",
         [
             f"{source.name}: {spec.family}, {millions(parameters)} parameters, {spec.num_layers} layers, "
             f"hidden size {spec.hidden_size}, vocabulary {count(spec.vocab_size)}",
-            f"linears {held}, computing in {dtype} on {device_reason(config)}",
+            f"linears {held}, computing in {dtype} on {device_reason(config, layout.device)}",
             *source.notes,
         ],
     )
@@ -64,19 +62,13 @@ def kernels(console: Console, backend: Backend) -> None:
     block(console, "kernels", [f"{backend.name}: {backend.reason}"], "yellow" if slow else "")
 
 
-def device_reason(config: InstructConfig) -> str:
-    """`CPU`, with the reason when `auto` chose it."""
-    import torch
+def device_reason(config: InstructConfig, device: str) -> str:
+    """Where a run computes, with the reason when `auto` chose the CPU."""
+    from quatrain.engine.setup import cuda_missing
 
-    if config.device == "cpu":
-        return "CPU"
-    if torch.version.cuda is None:
-        why = f"torch {torch.__version__} is built without CUDA"
-    elif not torch.cuda.is_available():
-        why = f"torch {torch.__version__} sees no CUDA device"
-    else:
-        why = "this version has no CUDA kernels"
-    return f"CPU because {why}"
+    if device != "cpu":
+        return "a GPU"
+    return "CPU" if config.device == "cpu" else f"CPU because {cuda_missing()}"
 
 
 def modules(console: Console, it: Preparation) -> None:
@@ -126,11 +118,16 @@ def batch_line(batching: Batching) -> str:
     return f"{epochs}{rows} a step, largest micro-batch {count(length.largest_micro_batch)} tokens"
 
 
-def plan(console: Console, memory: MemoryPlan) -> None:
-    """The memory plan by group."""
+def plan(console: Console, layout: Layout) -> None:
+    """The memory plan by group, and what was chosen to make it fit."""
+    memory = layout.plan
     rows = [[name, megabytes(size)] for name, size in memory.groups().items()]
     rows.append(["planned peak", megabytes(memory.total_bytes)])
+    if memory.host:
+        rows.append(["on the host besides", megabytes(memory.host_bytes)])
     block(console, "memory", columns(rows))
+    if layout.choices:
+        block(console, "chosen", layout.choices)
 
 
 def options(console: Console, values: dict[str, Any]) -> None:

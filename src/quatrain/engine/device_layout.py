@@ -114,8 +114,12 @@ def lay_out_on_device(request: DeviceRequest) -> Layout:
     if r.config.checkpoint == "auto" and not offloaded:
         room = -over(chunk, 0)
         first_kept = choose_kept(r.config, [sum(s.nbytes for s in _kept_slots(r, layer)) for layer in range(top)], room)
-        kept = "all blocks keep" if first_kept == 0 else f"{top - first_kept} of {top} blocks keep"
-        choices.append(f"{kept} their intermediates; the others are recomputed" if first_kept else f"{kept} theirs")
+        if first_kept == 0:
+            choices.append("every block keeps its intermediates, none is recomputed")
+        elif first_kept == top:
+            choices.append("every block is recomputed: there is no room for the intermediates of one")
+        else:
+            choices.append(f"{top - first_kept} of {top} blocks keep their intermediates, the others are recomputed")
     plan = _plan(r, first_kept, offloaded, chunk)
     return Layout(
         r.tokens, first_kept, chunk, r.compute_dtype, r.backend, plan, device="cuda", static=True,
@@ -149,7 +153,7 @@ def _plan(r: DeviceRequest, first_kept: int, offloaded: int, chunk: int) -> Memo
         *on_host,
         saved_file,
         Held("pinned", "input staging", sum(slot.nbytes for slot in (*inputs, *embedded))),
-        *([Held("pinned", "block inputs", offloaded * tokens * row)] if offloaded else []),
+        *([Held("pinned", "block inputs", (offloaded - RING) * tokens * row)] if offloaded else []),
     ]
     slots = [
         *inputs,

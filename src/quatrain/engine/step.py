@@ -54,6 +54,7 @@ class StepEngine:
     ) -> None:
         self.params, self.adapters, self.config, self.layout = params, adapters, config, layout
         self.profiler, self.device = profiler, device or HostDevice()
+        profiler.wait = self.device.synchronize
         place = adapters.master.device
         self.arena = Arena(layout.plan.slots, place)
         self.ops = profiler.timed(backend.bind(self.arena["op scratch"]))

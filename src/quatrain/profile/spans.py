@@ -38,6 +38,8 @@ class Profiler:
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
+        self.wait: Callable[[], None] = lambda: None
+        """Waits for the device; set by an engine whose ops return before they are done."""
         self._part = "other"
         self._layer: int | None = None
         self._spans: dict[tuple[str, int | None, str], Span] = {}
@@ -52,6 +54,7 @@ class Profiler:
             start = time.perf_counter()
             op(*args, **more)
             if self.enabled:
+                self.wait()
                 self._add(name, time.perf_counter() - start, args)
 
         return call
@@ -129,10 +132,15 @@ def _down_flops(x: Any, linears: Any) -> float:
     return float(2 * x.numel() * sum(linear.lora.rank for linear in linears if linear.lora is not None))
 
 
+def _bounds(rows: Any) -> Any:
+    """cu_seqlens, also of rows whose bounds are on the device (`ops.attention.RowBounds`)."""
+    return [0, *sorted(set(rows.end[rows.start < rows.end].tolist()))] if hasattr(rows, "end") else rows
+
+
 def _attention_flops(q: Any, cu_seqlens: Any, window: int | None, products: int) -> float:
     """2 D for each visible pair of a query head and a key, for each of the products."""
     pairs = 0
-    for start, end in pairwise(cu_seqlens):
+    for start, end in pairwise(_bounds(cu_seqlens)):
         n = end - start
         w = n if window is None else min(window, n)
         pairs += n * w - w * (w - 1) // 2

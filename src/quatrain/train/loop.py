@@ -8,6 +8,7 @@ evaluation that was due then is made first thing on resume, so that the two runs
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from quatrain.checkpoint.resume import rotate, save_checkpoint
 from quatrain.config import TrainOptions
 from quatrain.data.row import Row
+from quatrain.errors import QuatrainError
 from quatrain.optim.schedule import Schedule
 from quatrain.train.batching import Batching, MicroBatch
 from quatrain.train.early_stopping import BestTracker
@@ -46,6 +48,12 @@ class StepResult(Protocol):
     def skipped(self) -> bool: ...
 
 
+class Started(Protocol):
+    """A step that may still be running."""
+
+    def result(self) -> StepResult: ...
+
+
 class BatchResult(Protocol):
     """What the loop reads of an evaluation."""
 
@@ -58,11 +66,23 @@ class BatchResult(Protocol):
 class Pipeline(Protocol):
     """What the loop needs of an engine; `InstructPipeline` is one."""
 
+    @property
+    def steps_in_flight(self) -> int: ...
     def set_learning_rate(self, lr: float) -> None: ...
-    def train_micro_batches(self, micro_batches: list[MicroBatch]) -> StepResult: ...
+    def start_step(self, micro_batches: list[MicroBatch]) -> Started: ...
     def evaluate(self, samples: list[Row]) -> BatchResult: ...
     def state(self) -> Mapping[str, torch.Tensor]: ...
     def save_adapter(self, folder: Path) -> object: ...
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A step that was started and whose result is still to be read."""
+
+    step: int
+    lr: float
+    micro_batches: list[MicroBatch]
+    started: Started
 
 
 @dataclass
@@ -104,6 +124,8 @@ class TrainingLoop:
         self.metrics = MetricsLog(folder / METRICS_FILE)
         self.best = BestTracker(self.options.patience, progress.best_loss, progress.best_step, progress.misses)
         self.guards = Guards(self.options.max_skipped_steps, reporter)
+        self._in_flight: deque[_InFlight] = deque()
+        self._read_at = time.perf_counter()
 
     def run(self) -> Ending:
         """Train to the end, or to the first reason to stop. A checkpoint of the last step exists when this returns."""
@@ -138,22 +160,42 @@ class TrainingLoop:
             epoch, index = epoch + 1, 0
 
     def _step(self, micro_batches: list[MicroBatch]) -> None:
-        progress = self.progress
-        lr = self.schedule(progress.step + 1)
+        """Starts a step, and reads results until no more than the pipeline wants are left unread."""
+        if not self._in_flight:
+            self._read_at = time.perf_counter()
+        self.progress.step += 1
+        lr = self.schedule(self.progress.step)
         self.pipeline.set_learning_rate(lr)
-        began = time.perf_counter()
-        result = self.pipeline.train_micro_batches(micro_batches)
-        seconds = time.perf_counter() - began
-        progress.step += 1
+        started = self.pipeline.start_step(micro_batches)
+        self._in_flight.append(_InFlight(self.progress.step, lr, micro_batches, started))
+        self._read_results(self.pipeline.steps_in_flight)
+
+    def _read_results(self, leave: int = 0) -> None:
+        """Reads the results of all steps in flight but the last `leave`. The state on the device is that of the last
+        started step: whoever looks at it reads all results first."""
+        problem = None
+        while len(self._in_flight) > leave:
+            problem = self._read(self._in_flight.popleft()) or problem
+            if problem is not None:
+                leave = 0
+        if problem is not None:
+            self._save_checkpoint()
+            raise problem
+
+    def _read(self, step: _InFlight) -> QuatrainError | None:
+        """Metrics of one step; the error that should end the run, or None."""
+        progress, result = self.progress, step.started.result()
+        now = time.perf_counter()
+        seconds, self._read_at = now - self._read_at, now
         progress.tokens += result.tokens
         progress.response_tokens += result.num_response_tokens
         progress.skipped += result.skipped
         record = StepRecord(
-            step=progress.step,
+            step=step.step,
             total_steps=self.length.total_steps,
-            epoch=round(self.length.epochs_done(progress.step), 4),
+            epoch=round(self.length.epochs_done(step.step), 4),
             loss=result.loss,
-            lr=lr,
+            lr=step.lr,
             grad_norm=result.grad_norm,
             tokens=result.tokens,
             response_tokens=result.num_response_tokens,
@@ -164,14 +206,13 @@ class TrainingLoop:
         del line["total_steps"]
         self.metrics.append(line)
         self.reporter.step(record)
-        if problem := self.guards.problem(progress.step, result, micro_batches):
-            self._save_checkpoint()
-            raise problem
+        return self.guards.problem(step.step, result, step.micro_batches)
 
     def _evaluate_if_due(self) -> bool:
         step = self.progress.step
         if step == self.progress.evaluated_step or not self.validation or not self._is_due(self.options.eval_every):
             return False
+        self._read_results()
         self.reporter.phase(f"evaluating {len(self.validation)} rows")
         result = self.pipeline.evaluate(self.validation)
         improved = self.best.update(step, result.avg_loss)
@@ -197,6 +238,7 @@ class TrainingLoop:
         return step % every == 0 if isinstance(every, int) else self.length.ends_epoch(step)
 
     def _save_checkpoint(self) -> None:
+        self._read_results()
         record = {"progress": asdict(self.progress), **self.identity}
         path = save_checkpoint(self.folder / CHECKPOINTS, self.progress.step, self.pipeline.state(), record)
         self.reporter.saved(path, "checkpoint")

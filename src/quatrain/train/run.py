@@ -85,8 +85,9 @@ class Outcome:
     peak_bytes: int
 
 
-def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
-    """Open the model, tokenize the data, count the steps, plan the memory. Raises before any weight is read.
+def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = False) -> Preparation:
+    """Open the model, tokenize the data, count the steps, plan the memory. Raises before any weight is read. With
+    `absent_gpu` the run is only looked at (see `layout_of`).
 
     Raises ModelError, DataError, ConfigError or PlanError, each saying what was wanted and found.
     """
@@ -117,16 +118,20 @@ def prepare_run(settings: Settings, reporter: Reporter) -> Preparation:
     warmup = warmup_steps_of(length.total_steps, steps=settings.train.warmup_steps, ratio=settings.train.warmup_ratio)
     train = settings.train
     schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
-    layout = layout_of(source, config)
+    layout = layout_of(source, config, length.most_micro_batches, absent_gpu=absent_gpu)
     return Preparation(settings, source, prepared, batching, config, layout, schedule, notes)
 
 
-def layout_of(source: ModelSource, config: InstructConfig) -> Layout:
-    """The engine's layout and memory plan for a model that is not read yet. Raises PlanError when it cannot fit."""
+def layout_of(
+    source: ModelSource, config: InstructConfig, micro_batches: int = 1, *, absent_gpu: bool = False
+) -> Layout:
+    """The engine's layout and memory plan for a model that is not read yet. `absent_gpu`: it is only looked at, so that
+    a GPU need not be there. Raises PlanError when it cannot fit."""
     import quatrain.train.pipeline  # noqa: F401 - what loading needs is imported now, as part of the plan's baseline
-    from quatrain.engine.setup import choose_layout
+    from quatrain.engine.setup import choose_layout, plan_layout
 
-    return choose_layout(source.spec, config, source.stored_nf4_nested)
+    choose = plan_layout if absent_gpu else choose_layout
+    return choose(source.spec, config, source.stored_nf4_nested, micro_batches)
 
 
 def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = None) -> Outcome:
