@@ -61,7 +61,9 @@ class InstructConfig(Options):
     clip: ClipMode = Field("global", description="what the norm spans: all adapters, one layer, or no clipping")
     quantize: Literal["nf4", "none"] = Field("nf4", description="how the frozen linears are held")
     double_quant: bool = Field(True, description="quantise NF4's block statistics to 8 bits")
-    compute_dtype: ComputeDtype = Field("auto", description="bf16 where the hardware multiplies it, else fp32 (fp16 on a GPU)")
+    compute_dtype: ComputeDtype = Field(
+        "auto", description="bf16 where the hardware multiplies it, else fp32 (fp16 on a GPU)"
+    )
     checkpoint: CheckpointMode = Field(
         "auto", description="recompute each block (block), keep all (none), or keep what fits"
     )

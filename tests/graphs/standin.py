@@ -1,5 +1,5 @@
-"""A device that captures on the CPU: between begin and end nothing runs, and a replay makes the recorded calls again, on
-the same tensors. What a GPU would refuse or silently get wrong during a capture raises here."""
+"""A device that captures on the CPU: during a capture nothing runs, and a replay makes the recorded calls again, on the
+same tensors. What a GPU would refuse or silently get wrong during a capture raises here."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ class Tape(HostDevice):
 
 
 class _Loose(TorchDispatchMode):
-    """Torch's own calls during a capture: writes into existing tensors are recorded, views are made, and nothing else is
-    allowed: no new tensor, no read by the host."""
+    """Torch's own calls during a capture: writes into existing tensors are recorded, views are made, and nothing else
+    is allowed: no new tensor, no read by the host."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -122,9 +122,7 @@ def row_bounded(ops: Ops) -> Ops:
         losses[n:] = 0
         ops.head_loss(losses[:n], dhidden, hidden, rows[:n], targets[:n], head, logits)
 
-    return replace(
-        ops, attention_forward=attention_forward, attention_backward=attention_backward, head_loss=head_loss
-    )
+    return replace(ops, attention_forward=attention_forward, attention_backward=attention_backward, head_loss=head_loss)
 
 
 def backend_of(tape: Tape) -> Backend:
@@ -141,8 +139,8 @@ def open_on_tape(
     source = open_source(str(folder))
     dtype = resolve_compute_dtype(config)
     request = DeviceRequest(
-        source.spec, config, dtype, backend_of(tape), budget, 0, config.double_quant, DeviceCosts(graphs=4 * GRAPH_BYTES),
-        input_sets,
+        source.spec, config, dtype, backend_of(tape), budget, 0, config.double_quant,
+        DeviceCosts(graphs=4 * GRAPH_BYTES), input_sets,
     )  # fmt: skip
     layout = replace(lay_out_on_device(request), device="cpu")
     pipeline = InstructPipeline(source, config, layout)

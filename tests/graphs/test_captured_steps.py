@@ -53,9 +53,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("variant", [LLAMA, QWEN3], ids=str)
-def test_captured_is_uncaptured_bit_for_bit(
-    tmp_path: Path, variant: families.Variant, options: dict[str, Any]
-) -> None:
+def test_captured_is_uncaptured_bit_for_bit(tmp_path: Path, variant: families.Variant, options: dict[str, Any]) -> None:
     """Tolerance 0: other rows, lengths and rates on every replay. Traps 1 and 2 of a captured loop: the step that
     captures is not lost, and lr, step and bias correction are not frozen."""
     tape = Tape()
@@ -77,7 +75,7 @@ def test_accumulation_is_captured_when_its_inputs_fit(tmp_path: Path, sets: int)
     assert len(tape.captures) == (2 if sets == 3 else 0)
 
 
-@pytest.mark.parametrize("variant", families.ONE_PER_FAMILY + [families.BY_NAME["llama-rope-dynamic"]], ids=str)
+@pytest.mark.parametrize("variant", [*families.ONE_PER_FAMILY, families.BY_NAME["llama-rope-dynamic"]], ids=str)
 def test_inert_rows_change_nothing(tmp_path: Path, variant: families.Variant) -> None:
     """A bucket's filler against the same steps at their own size, without overlaid slots. In fp64: torch multiplies
     more rows in another order, which is all that may differ."""

@@ -37,7 +37,12 @@ GIB = 1 << 30
 CASES = {
     "qwen3-0.6b": {"cuda_graph": "off"},
     "qwen3-8b": {"budget": 7.6 * GIB, "checkpoint": "block", "lora_dropout": 0.1},  # offloads, embedding on the host
-    "llama-3.1-8b": {"layers": 8, "input_sets": 2, "budget": 8 * GIB, "train_norms": True},  # accumulation, some blocks kept
+    "llama-3.1-8b": {
+        "layers": 8,
+        "input_sets": 2,
+        "budget": 8 * GIB,
+        "train_norms": True,
+    },  # accumulation, some blocks kept
     "qwen2.5-1.5b": {"layers": 8, "compute_dtype": "fp16", "clip": "layer", "checkpoint": "none"},
 }
 
@@ -93,7 +98,9 @@ class Launches(TorchDispatchMode):
             return arg.p, self._place(arg.keys)
         if isinstance(arg, Linear):
             lora = arg.lora
-            return id(arg.weight), None if lora is None else [self._place(t) for t in (lora.A, lora.B, lora.dA, lora.dB)]
+            return id(arg.weight), None if lora is None else [
+                self._place(t) for t in (lora.A, lora.B, lora.dA, lora.dB)
+            ]
         if isinstance(arg, list | tuple):
             return [self._place(item) for item in arg]
         return arg
@@ -277,5 +284,5 @@ def test_a_number_from_the_host_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
             world.engine.optimizer, "begin_step", lambda: (world.engine.state.lr.fill_(next(rate)), begin())
         )
         first, second = (world.step([batch([100], i)], 1e-4) for i in range(2))
-    place, before, after = first_difference(first, second)
+    _, before, after = first_difference(first, second)
     assert before[0] == "aten::fill_" and before[-1] != after[-1] and len(first) == len(second)

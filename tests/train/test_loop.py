@@ -210,6 +210,7 @@ def test_results_that_are_read_late_change_nothing(tmp_path: Path, in_flight: in
     for name, steps in (("at once", 0), ("late", in_flight)):
         pipeline, recorder = Standin(losses=[2.0, math.nan, 1.5]), Recorder()
         pipeline.steps_in_flight = steps
+        (tmp_path / name).mkdir()
         assert loop_of(tmp_path / name, pipeline, options, reporter=recorder).run() == "finished"
         lines = [{**line, "tokens_per_s": None} for line in metrics(tmp_path / name)]
         seen.append((lines, pipeline.evaluations, pipeline.adapters, kept(tmp_path / name), recorder.warnings))

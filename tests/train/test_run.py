@@ -79,7 +79,7 @@ def test_a_failed_run_says_so_in_its_record(world: Path, tmp_path: Path, monkeyp
     def broken(*_: object) -> None:
         raise QuatrainError("no")
 
-    monkeypatch.setattr("quatrain.train.pipeline.InstructPipeline.train_micro_batches", broken)
+    monkeypatch.setattr("quatrain.train.pipeline.InstructPipeline.start_step", broken)
     with pytest.raises(QuatrainError, match=r"^no$"):
         run(world, tmp_path / "out", max_steps=1)
     assert json.loads((tmp_path / "out" / "run.json").read_text())["result"]["ending"] == "failed"

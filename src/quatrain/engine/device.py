@@ -83,7 +83,7 @@ class CudaDevice:
     pinned = True
 
     def __init__(self) -> None:
-        self._stream, self._side = torch.cuda.Stream(), torch.cuda.Stream()
+        self._stream, self._side = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
@@ -95,9 +95,7 @@ class CudaDevice:
         caller.wait_stream(self._stream)
 
     def mark(self) -> Wait:
-        event = torch.cuda.Event()
-        event.record()
-        return event.synchronize  # type: ignore[no-any-return]
+        return self._event().synchronize
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -118,6 +116,13 @@ class CudaDevice:
         return Replay(graph.replay, max(0, free - torch.cuda.mem_get_info()[0]))
 
     @staticmethod
+    def _event() -> torch.cuda.Event:
+        """Happens when everything that is enqueued now is done."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    @staticmethod
     def _abandon(graph: torch.cuda.CUDAGraph) -> None:
         """Ends a capture that failed; an invalidated one says so when it is ended, which is no news."""
         try:
@@ -131,9 +136,7 @@ class CudaDevice:
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             to.copy_(source, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        return done
+            return self._event()
 
     def wait(self, handle: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(handle)

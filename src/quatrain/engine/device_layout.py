@@ -222,6 +222,4 @@ def _chunk_in_workspace(r: DeviceRequest, most: int) -> int:
 
 def _kept_slots(r: DeviceRequest, layer: int) -> list[Slot]:
     ranks = adapter_ranks(r.spec, r.config)[0][layer]
-    return intermediate_slots(
-        r.spec, ranks, r.tokens, r.compute_dtype, r.wide, "kept blocks", f"kept.{layer}"
-    )
+    return intermediate_slots(r.spec, ranks, r.tokens, r.compute_dtype, r.wide, "kept blocks", f"kept.{layer}")

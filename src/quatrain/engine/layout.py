@@ -26,9 +26,9 @@ class Layout:
     """`tokens` is the capacity of a micro-batch; blocks `first_kept` and above keep their intermediates.
 
     `static`: a step's shapes are those of its bucket and its tail is inert, so that a captured step can be replayed.
-    `input_sets` micro-batches can be loaded at once; `graph_bytes` are for captured steps. The inputs of the first `offloaded` blocks wait on the host for
-    their backward, and with `embed_on_host` the embedding's rows are gathered there. `choices` says what was chosen
-    to fit, and why."""
+    `input_sets` micro-batches can be loaded at once; `graph_bytes` are for captured steps. The inputs of the first
+    `offloaded` blocks wait on the host for their backward, and with `embed_on_host` the embedding's rows are gathered
+    there. `choices` says what was chosen to fit, and why."""
 
     tokens: int
     first_kept: int

@@ -36,7 +36,9 @@ class Offload:
     def written(self, layer: int, tokens: int) -> None:
         """After the forward has written the input of block `layer`."""
         if layer < len(self._host):
-            self._leaving[layer] = self._device.copy_aside(self._host[layer][:tokens], self._ring[layer % RING][:tokens])
+            self._leaving[layer] = self._device.copy_aside(
+                self._host[layer][:tokens], self._ring[layer % RING][:tokens]
+            )
 
     def before_read(self, layer: int) -> None:
         """Before the backward reads the input of block `layer`."""

@@ -37,8 +37,8 @@ class Slot:
 
 
 def overlay(group: str, name: str, *alternatives: Sequence[Slot]) -> list[Slot]:
-    """One slot as large as the largest of `alternatives`, and their slots within it. Within an alternative slots lie one
-    after the other; between alternatives they share bytes, so that no two may be in use at once."""
+    """One slot as large as the largest of `alternatives`, and their slots within it. Those of one alternative lie one
+    after the other; alternatives share bytes, so that no two may be in use at once."""
     placed, size = [], 0
     for slots in alternatives:
         end = 0

@@ -68,9 +68,7 @@ class Optimizer:
         state = self.state
         if self.loss_scale is not None and scaled:
             self.loss_scale.unscale_squares(squares)
-        self.ops.clip_scale(
-            state.scale, state.norm, state.skip, squares, state.loss_sum, state.tokens, self._max_norm
-        )
+        self.ops.clip_scale(state.scale, state.norm, state.skip, squares, state.loss_sum, state.tokens, self._max_norm)
         if self.loss_scale is not None:
             state.scale.div_(state.loss_scale)
 

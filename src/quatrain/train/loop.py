@@ -174,10 +174,9 @@ class TrainingLoop:
         """Reads the results of all steps in flight but the last `leave`. The state on the device is that of the last
         started step: whoever looks at it reads all results first."""
         problem = None
-        while len(self._in_flight) > leave:
-            problem = self._read(self._in_flight.popleft()) or problem
-            if problem is not None:
-                leave = 0
+        while len(self._in_flight) > (0 if problem else leave):
+            found = self._read(self._in_flight.popleft())
+            problem = problem or found
         if problem is not None:
             self._save_checkpoint()
             raise problem

@@ -161,7 +161,11 @@ class InstructPipeline:
     def prepare_steps(self, steps: Iterable[Sequence[Sequence[Row]]]) -> None:
         """Captures the shapes of coming steps (each a list of micro-batches), where steps are captured."""
         shapes = {
-            (max(sum(map(len, part)) for part in step), max(sum(r.num_supervised for r in part) for part in step), len(step))
+            (
+                max(sum(map(len, part)) for part in step),
+                max(sum(r.num_supervised for r in part) for part in step),
+                len(step),
+            )
             for step in steps
         }
         with self.engine.running():
@@ -299,8 +303,8 @@ class InstructPipeline:
         from quatrain.checkpoint.peft import save_adapter
 
         save_adapter(
-            folder, _on_host(self.adapters.named()), self.config, num_layers=self.spec.num_layers, base_name=self.source.name,
-            base_fingerprint=self.source.fingerprint(),
+            folder, _on_host(self.adapters.named()), self.config, num_layers=self.spec.num_layers,
+            base_name=self.source.name, base_fingerprint=self.source.fingerprint(),
             files=self.tokenizer.files_to_save() if self.tokenizer else None,
         )  # fmt: skip
 
