@@ -145,7 +145,7 @@ OTHER_VALUES: dict[str, str] = {
     "lora_targets": "q_proj", "lora_dropout": "0.1", "learning_rate": "1e-3", "weight_decay": "0.5", "betas": "0.8,0.9",
     "adam_eps": "1e-6", "max_seq_len": "64", "max_grad_norm": "2", "clip": "none", "quantize": "none",
     "compute_dtype": "fp32", "checkpoint": "block", "device": "cpu", "seed": "7", "micro_batch_tokens": "4096",
-    "memory_budget": "1GB", "kernels": "reference", "cache_dir": "elsewhere",
+    "memory_budget": "1GB", "kernels": "reference", "cache_dir": "elsewhere", "cuda_graph": "off",
 }  # fmt: skip
 WITH = {"prompt_field": {"response_field": "a"}, "response_field": {"prompt_field": "q"}, "override": {"resume": True}}
 ALL_OPTIONS = {name: field for options in OPTION_SETS for name, field in options.model_fields.items()}

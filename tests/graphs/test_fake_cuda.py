@@ -54,8 +54,8 @@ def _no_poison(_poison_unwritten_memory: None, monkeypatch: pytest.MonkeyPatch) 
 
 
 class WithoutGuard(TorchFunctionMode):
-    """A CPU build of torch looks for a CUDA device when a fake CUDA tensor is indexed or copied to: the same by ways that
-    do not look."""
+    """A CPU build of torch looks for a CUDA device when a fake CUDA tensor is indexed or copied to: the same by ways
+    that do not look."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__ and args[0].device.type == "cuda":

@@ -98,15 +98,13 @@ def _torch() -> dict[str, Any]:
 def _cuda() -> dict[str, Any]:
     import torch
 
+    from quatrain.engine.setup import cuda_missing
+
     driver = Path("/proc/driver/nvidia/version")
     driver_text = driver.read_text().splitlines()[0].strip() if driver.is_file() else None
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    if torch.version.cuda is None:
-        state = f"no: torch {torch.__version__} is built without CUDA"
-    elif not devices:
-        state = f"no: torch {torch.__version__} sees no device"
-    else:
-        state = "yes, but this version of Quatrain trains on the CPU only"
+    missing = cuda_missing()
+    state = "yes" if missing is None else f"no: {missing}"
     return {"usable": state, "driver": driver_text, "devices": devices}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -141,6 +142,15 @@ def measured_costs() -> DeviceCosts:
     used = total - free - torch.cuda.memory_reserved() - device_ledger().reserved_by_others()
     hopper = torch.cuda.get_device_capability()[0] >= 9
     return DeviceCosts(max(used, 0), DeviceCosts.cublas if hopper else DeviceCosts.cublas // 4, measured=True)
+
+
+def reserve(layout: Layout, owner: object, what: str) -> None:
+    """Writes what a run will take of a GPU into the GPU's ledger, for as long as `owner` lives. Raises PlanError when
+    other processes hold too much."""
+    if layout.device == "cuda":
+        ledger = device_ledger()
+        ledger.reserve(layout.plan.total_bytes, what)
+        weakref.finalize(owner, ledger.release)
 
 
 def device_ledger() -> Ledger:

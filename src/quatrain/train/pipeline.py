@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -17,7 +17,7 @@ from quatrain.data.tokenizer import Tokenizer
 from quatrain.engine.inputs import Batch, pack_rows, split_rows
 from quatrain.engine.layout import Layout
 from quatrain.engine.outcomes import Pending
-from quatrain.engine.setup import choose_layout, engine_device
+from quatrain.engine.setup import choose_layout, engine_device, reserve
 from quatrain.engine.step import StepEngine
 from quatrain.errors import CheckpointError, ConfigError, DataError
 from quatrain.memory.plan import MemoryPlan
@@ -99,6 +99,7 @@ class InstructPipeline:
         )  # fmt: skip
         self.notices: list[str] = cache.notices if cache else []
         device = engine_device(layout.device)
+        reserve(layout, self, source.name)
         if layout.device != "cpu":
             params = params_on(layout.device, params, embed_stays=layout.embed_on_host)
         self.adapters = AdapterSet(self.spec, config, layout.compute_dtype, layout.device)
@@ -160,16 +161,31 @@ class InstructPipeline:
 
     def prepare_steps(self, steps: Iterable[Sequence[Sequence[Row]]]) -> None:
         """Captures the shapes of coming steps (each a list of micro-batches), where steps are captured."""
+        if self.engine.graphs is None:
+            return
         shapes = {
-            (
-                max(sum(map(len, part)) for part in step),
-                max(sum(r.num_supervised for r in part) for part in step),
-                len(step),
-            )
+            (max(sum(map(len, rows)) for rows in step), max(sum(row.num_supervised for row in rows) for rows in step),
+             len(step))
             for step in steps
-        }
+        }  # fmt: skip
         with self.engine.running():
             self.engine.prepare_steps(shapes)
+
+    def watch_graphs(self, on_refused: Callable[[str], None]) -> None:
+        """Calls `on_refused` once, with the reason, when steps are no longer captured."""
+        if self.engine.graphs is None:
+            return
+        told = on_refused
+        self.engine.graphs.on_refused = lambda reason: told(f"steps run without a captured graph: {reason}")
+        if self.engine.graphs.reason is not None:
+            self.engine.graphs.on_refused(self.engine.graphs.reason)
+
+    def graph_report(self) -> dict[str, Any]:
+        """What was captured, how often it was replayed, and why not more."""
+        if self.engine.graphs is not None:
+            return self.engine.graphs.report()
+        off = "cuda_graph is off" if self._layout.device != "cpu" else "the CPU captures no graphs"
+        return {"captured": [], "replays": 0, "reason": off}
 
     def backward_step(self, samples: Sequence[Sample], d_hidden: torch.Tensor) -> StepResult:
         """One optimizer step from the caller's gradient d_hidden [T, H] at the final norm's output, T the tokens of

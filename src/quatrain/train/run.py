@@ -180,6 +180,9 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
         )
         ending: str = "failed"
         try:
+            pipeline.watch_graphs(reporter.notice)
+            if preparation.layout.static:
+                pipeline.prepare_steps(preparation.batching.epoch(0))
             ending = loop.run()
             adapter = _final_adapter(pipeline, folder, progress, ending, reporter)
             outcome = _outcome(ending, folder, adapter, preparation, progress, time.perf_counter() - began)
@@ -188,6 +191,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
         finally:
             result = {"ending": ending, **asdict(progress), "peak_memory_bytes": peak_resident_bytes()}
             result["seconds"] = round(time.perf_counter() - began, 3)
+            result["cuda_graph"] = pipeline.graph_report()
             _write_record(folder, {**record, "result": result})
     return outcome
 
