@@ -284,6 +284,26 @@ def test_results_wait_until_they_are_asked_for(tmp_path: Path) -> None:
     assert started[0].result() is not started[1].result() and [w.step for w in want] == list(range(1, 21))
 
 
+def test_what_happened_to_graphs_is_told_and_kept(tmp_path: Path) -> None:
+    """A reason that was there before anybody listened is told as well; each once."""
+    told: list[str] = []
+    variant = families.BY_NAME["llama-rope-dynamic"]
+    refused = open_on_tape(variant, tmp_path / "a", Tape(), micro_batch_tokens=128)
+    refused.watch_graphs(told.append)
+    train(refused, 4)
+    assert len(told) == 1 and told[0].startswith("steps run without a captured graph: dynamic rope")
+    captured = open_on_tape(LLAMA, tmp_path / "b", Tape(), micro_batch_tokens=128)
+    captured.watch_graphs(told.append)
+    train(captured, 4)
+    report = captured.graph_report()
+    assert (report["replays"], report["reason"], len(told)) == (2, None, 1)
+    assert [shape["tokens"] for shape in report["captured"]] == [80, 32]
+    assert set(report["captured"][0]) == {"kind", "micro_batches", "tokens", "targets"}
+    on_the_cpu = open_pipeline(LLAMA, tmp_path / "c", make_config())
+    on_the_cpu.watch_graphs(told.append)
+    assert on_the_cpu.graph_report() == {"captured": [], "replays": 0, "reason": "the CPU captures no graphs"}
+
+
 def test_profiling_runs_steps_as_they_are(tmp_path: Path) -> None:
     tape = Tape()
     pipeline = open_on_tape(LLAMA, tmp_path, tape, micro_batch_tokens=128)

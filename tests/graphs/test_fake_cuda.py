@@ -40,7 +40,7 @@ CASES = {
     "llama-3.1-8b": {
         "layers": 8,
         "input_sets": 2,
-        "budget": 8 * GIB,
+        "budget": 5 * GIB,
         "train_norms": True,
     },  # accumulation, some blocks kept
     "qwen2.5-1.5b": {"layers": 8, "compute_dtype": "fp16", "clip": "layer", "checkpoint": "none"},

@@ -79,7 +79,7 @@ def test_fp16_agrees_with_fp32(tmp_path: Path) -> None:
 
 
 def test_an_overflow_skips_the_update_and_the_scale_finds_its_level(tmp_path: Path) -> None:
-    """Hidden gradients near the end of fp16's range: the first steps overflow, then training goes on."""
+    """G1: hidden gradients near the end of fp16's range: the first steps overflow, then training goes on."""
     pipeline = open_fp16(tmp_path, MOST)
     pipeline.engine.params.head.mul_(8)  # larger gradients
     results, scales = [], []

@@ -194,12 +194,6 @@ def test_contradictions_and_impossible_values(given: dict[str, Any]) -> None:
         Settings.resolve(given)
 
 
-def test_fp16_is_refused_with_what_there_is() -> None:
-    """G1: nothing computes in fp16; bf16 and fp32 are named instead."""
-    with pytest.raises(ConfigError, match=r"compute_dtype: want 'auto', 'bf16', 'fp32' or 'fp64' \(got 'fp16'\)"):
-        Settings.resolve({"compute_dtype": "fp16"})
-
-
 @pytest.mark.parametrize("value", ["0.1", 0.1])
 def test_a_ratio_in_warmup_steps_is_recognised(value: Any) -> None:
     """F2: 0.1 steps of warm-up was meant as a ratio."""
