@@ -30,7 +30,7 @@ from quatrain.ops.attention import RowBounds
 from quatrain.ops.dropout import Dropout
 from quatrain.ops.linear_lora import Linear
 from quatrain.ops.nf4 import Nf4Tensor
-from quatrain.ops.select import Backend, Ops
+from quatrain.ops.select import Ops, select_backend
 from quatrain.profile.spans import Profiler
 
 GIB = 1 << 30
@@ -174,9 +174,10 @@ class World:
         config = InstructConfig(**{"micro_batch_tokens": 4096, "max_seq_len": 2048, **options})
         dtype = torch.float16 if config.compute_dtype == "fp16" else torch.bfloat16
         self.now: Launches | None = None
-        backend = Backend(
-            "fake", "a test", cuda_scratch_bytes, lambda sizes: 0, lambda scratch: launches_of(lambda: self.now),
-            lambda *_, **__: pytest.fail("quantised"), head_chunk=lambda hidden, vocab: 1024,
+        backend = replace(
+            select_backend("cpu", torch.float32, "reference"), scratch_bytes=cuda_scratch_bytes,
+            temporary_bytes=lambda sizes: 0, bind=lambda scratch: launches_of(lambda: self.now),
+            head_chunk=lambda hidden, vocab: 1024,
         )  # fmt: skip
         self.layout = lay_out_on_device(
             DeviceRequest(spec, config, dtype, backend, budget, 0, True, DeviceCosts(), sets)

@@ -6,7 +6,7 @@ import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -172,12 +172,10 @@ def _sizes_only(dtype: torch.dtype) -> Backend:
     except KernelError as error:
         reason = str(error)
 
-    def never(*_: Any, **__: Any) -> Any:
-        raise KernelError("a backend for planning runs nothing")
-
-    return Backend(
-        "cuda (planned)", reason, cuda_scratch_bytes, lambda sizes: 0, never, never, head_chunk=lambda h, v: 1024
-    )
+    return replace(
+        select_backend("cpu", torch.float32, "reference"), name="cuda (planned)", reason=reason,
+        scratch_bytes=cuda_scratch_bytes, temporary_bytes=lambda sizes: 0, head_chunk=lambda hidden, vocab: 1024,
+    )  # fmt: skip
 
 
 def cuda_scratch_bytes(sizes: Sizes) -> int:
