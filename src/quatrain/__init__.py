@@ -9,7 +9,8 @@ from quatrain.errors import QuatrainError
 
 if TYPE_CHECKING:
     from quatrain.data.row import Row
-    from quatrain.train.pipeline import BatchResult, InstructPipeline, StepResult
+    from quatrain.train.pipeline import InstructPipeline
+    from quatrain.train.results import BatchResult, StepResult
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,9 +24,9 @@ __all__ = [
 ]
 
 _LAZY = {
-    "BatchResult": "quatrain.train.pipeline",
+    "BatchResult": "quatrain.train.results",
     "InstructPipeline": "quatrain.train.pipeline",
-    "StepResult": "quatrain.train.pipeline",
+    "StepResult": "quatrain.train.results",
     "Row": "quatrain.data.row",
 }
 

@@ -131,7 +131,14 @@ def backend_of(tape: Tape) -> Backend:
 
 
 def open_on_tape(
-    variant: families.Variant, folder: Path, tape: Tape, *, input_sets: int = 1, budget: int = 1 << 40, **options: Any
+    variant: families.Variant,
+    folder: Path,
+    tape: Tape,
+    *,
+    backend: Backend | None = None,
+    input_sets: int = 1,
+    budget: int = 1 << 40,
+    **options: Any,
 ) -> InstructPipeline:
     """A pipeline whose engine is laid out as on a GPU, on the tape; its adapters set to random values (B not zero)."""
     config = make_config(**{"cuda_graph": "auto", **options})
@@ -139,7 +146,7 @@ def open_on_tape(
     source = open_source(str(folder))
     dtype = resolve_compute_dtype(config)
     request = DeviceRequest(
-        source.spec, config, dtype, backend_of(tape), budget, 0, config.double_quant,
+        source.spec, config, dtype, backend or backend_of(tape), budget, 0, config.double_quant,
         DeviceCosts(graphs=4 * GRAPH_BYTES), input_sets,
     )  # fmt: skip
     layout = replace(lay_out_on_device(request), device="cpu")

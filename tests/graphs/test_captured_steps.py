@@ -16,7 +16,8 @@ from oracles.engine import make_config, open_pipeline
 
 from quatrain.engine.inputs import bucket_for
 from quatrain.errors import KernelError
-from quatrain.train.pipeline import InstructPipeline, StepResult
+from quatrain.train.pipeline import InstructPipeline
+from quatrain.train.results import StepResult
 
 LLAMA, QWEN3 = families.BY_NAME["llama"], families.BY_NAME["qwen3-mixed-windows"]
 # Lengths of each step's rows: two buckets of tokens, in turn, and never the same rows.

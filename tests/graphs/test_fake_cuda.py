@@ -3,6 +3,8 @@ allocation, and the same launches on the same addresses at every step of a bucke
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -30,10 +32,11 @@ from quatrain.ops.attention import RowBounds
 from quatrain.ops.dropout import Dropout
 from quatrain.ops.linear_lora import Linear
 from quatrain.ops.nf4 import Nf4Tensor
-from quatrain.ops.select import Ops, select_backend
+from quatrain.ops.select import Backend, Ops, select_backend
 from quatrain.profile.spans import Profiler
 
 GIB = 1 << 30
+REFERENCE = select_backend("cpu", torch.float32, "reference")  # here: its tables are no fake tensors
 CASES = {
     "qwen3-0.6b": {"cuda_graph": "off"},
     "qwen3-8b": {"budget": 7.6 * GIB, "checkpoint": "block", "lora_dropout": 0.1},  # offloads, embedding on the host
@@ -136,9 +139,18 @@ def launches_of(launches: Callable[[], Launches | None]) -> Ops:
     return Ops(**{f.name: stand_in(f.name) for f in fields(Ops)})
 
 
+def stand_in(launches: Callable[[], Launches | None]) -> Backend:
+    """A backend whose ops compute nothing."""
+    return replace(
+        REFERENCE, scratch_bytes=cuda_scratch_bytes,
+        temporary_bytes=lambda sizes: 0, bind=lambda scratch: launches_of(launches),
+        head_chunk=lambda hidden, vocab: 1024,
+    )  # fmt: skip
+
+
 @contextmanager
 def fake_cuda() -> Iterator[None]:
-    with FakeTensorMode(), WithoutGuard():
+    with FakeTensorMode(allow_non_fake_inputs=True), WithoutGuard():
         yield
 
 
@@ -165,7 +177,7 @@ def fake_params(spec: ModelSpec, dtype: torch.dtype, embed_device: str) -> Model
 class World:
     """An engine on fake tensors, and the launches of its latest step."""
 
-    def __init__(self, name: str, case: dict[str, Any]) -> None:
+    def __init__(self, name: str, case: dict[str, Any], make_backend: Callable[..., Backend] | None = None) -> None:
         options = dict(case)
         budget, sets = int(options.pop("budget", 80 * GIB)), options.pop("input_sets", 1)
         spec = shape_spec(name)
@@ -174,11 +186,7 @@ class World:
         config = InstructConfig(**{"micro_batch_tokens": 4096, "max_seq_len": 2048, **options})
         dtype = torch.float16 if config.compute_dtype == "fp16" else torch.bfloat16
         self.now: Launches | None = None
-        backend = replace(
-            select_backend("cpu", torch.float32, "reference"), scratch_bytes=cuda_scratch_bytes,
-            temporary_bytes=lambda sizes: 0, bind=lambda scratch: launches_of(lambda: self.now),
-            head_chunk=lambda hidden, vocab: 1024,
-        )  # fmt: skip
+        backend = make_backend(dtype, lambda: self.now) if make_backend else stand_in(lambda: self.now)
         self.layout = lay_out_on_device(
             DeviceRequest(spec, config, dtype, backend, budget, 0, True, DeviceCosts(), sets)
         )
@@ -198,6 +206,9 @@ class World:
         yield self.engine._frequencies[0]
         for block in params.blocks:
             yield from (t for t in vars(block).values() if isinstance(t, torch.Tensor))
+            for linear in block.linears.values():
+                weight = vars(linear.weight).values() if isinstance(linear.weight, Nf4Tensor) else [linear.weight]
+                yield from (t for t in (*weight, linear.bias) if isinstance(t, torch.Tensor))
 
     def _run(self, kind: str, loaded: Any, work: Callable[[], None]) -> None:
         self.now = Launches(self.known)
@@ -252,6 +263,50 @@ def first_difference(a: list[Any], b: list[Any]) -> Any:
     """The first launches that differ, of two steps; comparing whole lists would print them."""
     pairs = zip_longest(a, b)
     return next(((i, x, y) for i, (x, y) in enumerate(pairs) if x != y), None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tritons_launches_are_the_same_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real launch functions, down to each kernel with its grid and arguments; the kernels are not run."""
+    interface = pytest.importorskip("triton.runtime.jit", reason="triton is not installed").KernelInterface
+    pytest.importorskip("quatrain.ops.triton_backend", reason="this version has no Triton kernels")
+    from quatrain.ops.select import triton_backend
+
+    for module in ("triton_backend", "attention.triton", "head_loss.triton"):
+        importlib.import_module(f"quatrain.ops.{module}")  # here: their tables are no fake tensors
+    nf4 = importlib.import_module("quatrain.ops.nf4.triton")
+    now: list[Callable[[], Launches | None]] = []
+
+    def launcher(kernel: Any, grid: Any) -> Callable[..., None]:
+        assert isinstance(grid, tuple) and all(isinstance(size, int) for size in grid), "want a static grid"
+
+        def launch(*args: Any, **more: Any) -> None:
+            launches = now[-1]()
+            assert launches is not None
+            launches.note(kernel.fn.__name__, grid, *args, *sorted(more.items()))
+
+        return launch
+
+    monkeypatch.setattr(interface, "__getitem__", launcher)
+    monkeypatch.setattr("quatrain.ops.triton_configs.architecture", lambda device: "sm_90")
+
+    def backend(dtype: torch.dtype, launches: Callable[[], Launches | None]) -> Backend:
+        now.append(launches)
+        return triton_backend(dtype, "sm_90")
+
+    with fake_cuda():
+        world = World(name, {**CASES[name], "layers": min(8, CASES[name].get("layers", 8))}, backend)
+        sets = world.layout.input_sets
+        # Made by the first step of a process, which is never captured.
+        monkeypatch.setattr(nf4, "code_table", functools.cache(nf4.code_table.__wrapped__))
+        world.known.add(nf4.code_table(world.engine.state.lr.device).untyped_storage()._cdata)
+        logs = [
+            world.step([batch(lengths, first + i) for i in range(sets)], lr)
+            for lengths, first, lr in (([2000, 1900], 0, 1e-4), ([1300, 1300, 1250], 5, 7e-5), ([2048, 1980], 9, 3e-5))
+        ]
+    assert first_difference(logs[0], logs[1]) is None and first_difference(logs[0], logs[2]) is None
+    kernels = [entry[0] for entry in logs[0] if not entry[0].startswith("aten::")]
+    assert len(kernels) > 100 and len(set(kernels)) > 15, sorted(set(kernels))
 
 
 PLANTED: dict[str, Callable[[Any], Any]] = {

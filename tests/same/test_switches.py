@@ -16,7 +16,8 @@ from tiny_model import write_tiny_model
 from quatrain.config import InstructConfig
 from quatrain.data.row import Row
 from quatrain.ops.nf4 import Nf4Tensor
-from quatrain.train.pipeline import InstructPipeline, StepResult
+from quatrain.train.pipeline import InstructPipeline
+from quatrain.train.results import StepResult
 
 VARIANTS = [families.BY_NAME[name] for name in ("llama-bias", "mistral-window", "qwen3-mixed-windows")]
 STEPS = 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,7 +15,6 @@ from quatrain.data.stream import StopTexts
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.engine.inputs import Batch, pack_rows, split_rows
 from quatrain.engine.layout import Layout
-from quatrain.engine.outcomes import Pending
 from quatrain.engine.setup import choose_layout, engine_device, reserve
 from quatrain.engine.step import StepEngine
 from quatrain.errors import CheckpointError, ConfigError, DataError
@@ -24,6 +22,7 @@ from quatrain.memory.plan import MemoryPlan
 from quatrain.model.adapters import AdapterSet
 from quatrain.model.params import params_on
 from quatrain.profile.spans import Profiler
+from quatrain.train.results import BatchResult, PendingStep, StepResult, perplexity
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.open import ModelSource
@@ -31,54 +30,6 @@ if TYPE_CHECKING:
 
 Sample: TypeAlias = "Row | tuple[Sequence[int], Sequence[int]]"
 """A tokenised row, or (prompt ids, response ids): the response is supervised."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step. `loss` is the mean over its `num_response_tokens` supervised tokens (NaN for a caller's
-    gradient), `grad_norm` that of the mean gradient before clipping. `skipped`: it was not finite, and nothing was
-    updated."""
-
-    loss: float
-    num_response_tokens: int
-    perplexity: float
-    grad_norm: float
-    tokens: int
-    lr: float
-    step: int
-    skipped: bool
-
-
-class PendingStep:
-    """A step that was started. `result` waits until it is done."""
-
-    def __init__(self, pending: Pending, batches: Sequence[Batch], loss: float | None = None) -> None:
-        self._pending, self._loss = pending, loss
-        self._tokens = sum(batch.num_tokens for batch in batches)
-        self._count = sum(batch.num_targets for batch in batches)
-
-    def result(self) -> StepResult:
-        outcome = self._pending.result()
-        mean = outcome.loss_sum / self._count if self._loss is None else self._loss
-        return StepResult(
-            loss=mean,
-            num_response_tokens=self._count,
-            perplexity=_perplexity(mean),
-            grad_norm=outcome.grad_norm,
-            tokens=self._tokens,
-            lr=outcome.lr,
-            step=outcome.step,
-            skipped=outcome.skipped,
-        )
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """Token-weighted mean loss over all supervised tokens."""
-
-    avg_loss: float
-    total_response_tokens: int
-    perplexity: float
 
 
 class InstructPipeline:
@@ -239,7 +190,7 @@ class InstructPipeline:
         if count == 0:
             raise DataError("nothing to evaluate: no supervised token in any row")
         mean = losses.sum().item() / count
-        return BatchResult(mean, count, _perplexity(mean))
+        return BatchResult(mean, count, perplexity(mean))
 
     def token_losses(self, samples: Sequence[Sample]) -> torch.Tensor:
         """The loss of every supervised token in order, fp64."""
@@ -438,7 +389,3 @@ def _contains_any(tokenizer: Tokenizer, stops: Sequence[str]) -> Callable[[Seque
         return any(stop in text for stop in stops)
 
     return stopped
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

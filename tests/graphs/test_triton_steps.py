@@ -1,0 +1,64 @@
+"""Whole steps of Triton's kernels (in the interpreter) as a GPU runs them: by bucket, rows bounded on the device, slots
+overlaid, captured and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tolerances as tol
+import torch
+from graphs.standin import Tape, open_on_tape, rows_of
+from graphs.test_captured_steps import assert_same_bits, bits
+from oracles import families, hf
+from oracles.engine import make_config, open_pipeline
+
+from quatrain.ops.select import Backend
+from quatrain.train.pipeline import InstructPipeline
+
+pytest.importorskip("triton.language", reason="triton is not installed")
+pytest.importorskip("quatrain.ops.triton_backend", reason="this version has no Triton kernels")
+
+OPTIONS = {
+    "llama": {"checkpoint": "block"},
+    "qwen3-mixed-windows": {"lora_dropout": 0.2, "train_norms": True},
+}
+LENGTHS = ([6, 1, 17], [9, 14], [20, 2])
+
+
+def on_triton(tape: Tape) -> Backend:
+    from quatrain.ops.select import triton_backend
+
+    backend = triton_backend(torch.float32, "sm_80")
+    return replace(backend, bind=lambda scratch: tape.recording(backend.bind(scratch)))
+
+
+def train(pipeline: InstructPipeline) -> list[Any]:
+    results = []
+    for step, lengths in enumerate(LENGTHS):
+        pipeline.set_learning_rate(1e-3 / (step + 1))
+        results.append(pipeline.train_step(rows_of(lengths, seed=step)))
+    return results
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_captured_is_uncaptured_and_both_are_the_reference(tmp_path: Path, name: str) -> None:
+    """Bit for bit between the first two: equal inputs give equal bits on Triton. The reference runs each step at its
+    own size, in fp32 as well."""
+    variant, options = families.BY_NAME[name], {"micro_batch_tokens": 128, "adam_eps": 1e-3, **OPTIONS[name]}
+    captured, plain = (
+        open_on_tape(variant, tmp_path / mode, tape, backend=on_triton(tape), cuda_graph=mode, **options)
+        for mode, tape in (("auto", Tape()), ("off", Tape()))
+    )
+    exact = open_pipeline(variant, tmp_path / "exact", make_config(kernels="reference", **options))
+    results, wanted = train(captured), train(exact)
+    assert results == train(plain)
+    assert_same_bits(bits(captured), bits(plain))
+    assert captured.engine.graphs is not None and captured.engine.graphs.replays == 2
+    for got, want in zip(results, wanted, strict=True):
+        assert got.loss == pytest.approx(want.loss, rel=tol.ENGINE_FP32)
+        assert got.grad_norm == pytest.approx(want.grad_norm, rel=tol.ENGINE_FP32)
+    for key, master in exact.adapters.named().items():
+        assert hf.norm_error(captured.adapters.named()[key], master) <= tol.OPTIMIZER * 10, key
