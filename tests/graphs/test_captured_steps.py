@@ -201,6 +201,19 @@ def test_dynamic_rope_of_long_rows_is_not_captured(tmp_path: Path) -> None:
         open_on_tape(variant, tmp_path / "on", tape, micro_batch_tokens=128, cuda_graph="on")
 
 
+def test_dynamic_rope_of_short_rows_is_captured(tmp_path: Path) -> None:
+    """Up to the length that the model was trained for, all rows share one set of frequencies, wherever they lie."""
+    tape, variant = Tape(), families.BY_NAME["llama-rope-dynamic"]
+    options = {"micro_batch_tokens": 128, "max_seq_len": 12, "adam_eps": 1e-3}
+    captured = open_on_tape(variant, tmp_path / "on", tape, **options)
+    exact = open_pipeline(variant, tmp_path / "off", make_config(**options))
+    for seed, lengths in enumerate([[3, 4], [12, 1], [5, 8], [2, 2, 11], [12, 3]]):
+        got, want = (pipeline.train_step(rows_of(lengths, seed)) for pipeline in (captured, exact))
+        assert got.loss == pytest.approx(want.loss, rel=tol.ENGINE_FP32)
+        assert got.grad_norm == pytest.approx(want.grad_norm, rel=tol.ENGINE_FP32)
+    assert tape.launches == 4
+
+
 @pytest.mark.parametrize("clip", ["global", "layer"])
 def test_clipping_and_skipping_happen_inside_a_replay(tmp_path: Path, clip: str) -> None:
     """Trap 6: with the graph on, the clip was left out. Here a replay clips (the limit shows in the update) and skips a

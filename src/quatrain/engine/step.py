@@ -69,8 +69,9 @@ class StepEngine:
             embedded_slot="ring.0" if layout.offloaded else "hidden.0",
         )  # fmt: skip
         self._frequencies: tuple[torch.Tensor, float] | None = None
-        if params.spec.rope.kind != "dynamic":  # there they depend on each row's length
-            inv_freq, scaling = inverse_frequencies(params.spec.rope, 0)
+        rope = params.spec.rope
+        if rope.kind != "dynamic" or config.max_seq_len <= rope.original_max_position:
+            inv_freq, scaling = inverse_frequencies(rope, 0)
             self._frequencies = inv_freq.to(place), scaling
         self._running = backend.running
         self.graphs = self._graph_cache()
@@ -219,7 +220,8 @@ class StepEngine:
         slot[tokens:].zero_()
 
     def _key(self, kind: str, loaded: Sequence[Loaded]) -> StepKey:
-        return StepKey(loaded[0].num_tokens, loaded[0].targets.shape[0], len(loaded), kind)
+        targets = loaded[0].targets.shape[0] if kind == "train" else 0
+        return StepKey(loaded[0].num_tokens, targets, len(loaded), kind)
 
     def _run(self, kind: str, loaded: Sequence[Loaded], work: Callable[[], None]) -> None:
         if self.graphs is None or self.profiler.enabled:
@@ -232,8 +234,7 @@ class StepEngine:
         if not layout.static or mode == "off":
             return None
         graphs = GraphCache(self.device, layout.graph_bytes, required=mode == "on")
-        rope = self.params.spec.rope
-        if rope.kind == "dynamic" and self.config.max_seq_len > rope.original_max_position:
+        if self._frequencies is None:
             graphs.refuse("dynamic rope: the frequencies of long rows depend on their lengths, which the host knows")
         return graphs
 
@@ -241,7 +242,7 @@ class StepEngine:
         """Prepares what all blocks share."""
         arena, spec, n = self.arena, self.params.spec, loaded.num_tokens
         cos, sin = arena["cos"][:n], arena["sin"][:n]
-        if self._frequencies is not None:
+        if self._frequencies is not None:  # else they depend on each row's length
             self.ops.rope_tables(cos, sin, loaded.positions, *self._frequencies)
         else:
             for start, end in pairwise((*loaded.cu_seqlens, n)):
