@@ -66,8 +66,9 @@ def test_the_scale_is_in_no_result(tmp_path: Path, clip: str) -> None:
         results = [pipeline.train_step(rows(seed)) for pipeline in (small, large)]
         assert results[0].loss == pytest.approx(results[1].loss, rel=1e-3)
         assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=5e-3)
-    for name, master in small.adapters.named().items():
-        assert hf.norm_error(large.adapters.named()[name], master) < 2e-3, name
+    state, other = small.state(), large.state()  # moments too: AdamW's step hides a factor on all gradients
+    names = [name for name in state if name.startswith(("master.", "exp_avg.", "exp_avg_sq."))]
+    assert names and all(hf.norm_error(other[name], state[name]) < 1e-2 for name in names)
 
 
 def test_fp16_agrees_with_fp32(tmp_path: Path) -> None:
