@@ -137,8 +137,9 @@ def _plan(r: DeviceRequest, first_kept: int, offloaded: int, chunk: int) -> Memo
         spec, tokens=tokens, longest_row=min(r.config.max_seq_len, tokens), rank=r.config.lora_rank,
         quantised=r.nf4_nested is not None, dropout=r.config.lora_dropout > 0, head_chunk=chunk, dtype=r.compute_dtype,
     )  # fmt: skip
+    source = "measured" if r.costs.measured else "typical"
     held = [
-        Held("device", "CUDA context and kernels", r.costs.context),
+        Held("device", f"CUDA context and kernels ({source})", r.costs.context),
         Held("device", "cuBLAS workspace", r.costs.cublas),
         *([Held("device", "captured graphs", r.costs.graphs)] if r.config.cuda_graph != "off" else []),
         *(entry for entry in weights if entry not in on_host),

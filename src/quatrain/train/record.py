@@ -53,7 +53,8 @@ def run_record(preparation: Preparation, identity: dict[str, Any]) -> dict[str, 
         "steps": {"total": length.total_steps, "warmup": preparation.schedule.warmup_steps},
         "capacity_tokens": preparation.config.capacity,
         "modules": {name: {"modules": n, "parameters": p} for name, (n, p) in preparation.modules().items()},
-        "plan": preparation.plan.as_json(),
+        "device": preparation.layout.device,
+        "plan": {**preparation.plan.as_json(), "choices": list(preparation.layout.choices)},
     }
 
 
