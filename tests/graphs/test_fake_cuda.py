@@ -22,7 +22,6 @@ from quatrain.data.row import Row
 from quatrain.engine.device import HostDevice
 from quatrain.engine.device_layout import DeviceCosts, DeviceRequest, lay_out_on_device
 from quatrain.engine.inputs import Batch, pack_rows
-from quatrain.engine.setup import cuda_scratch_bytes
 from quatrain.engine.step import StepEngine
 from quatrain.model.adapters import AdapterSet, norm_sizes
 from quatrain.model.params import BlockParams, ModelParams
@@ -32,7 +31,8 @@ from quatrain.ops.attention import RowBounds
 from quatrain.ops.dropout import Dropout
 from quatrain.ops.linear_lora import Linear
 from quatrain.ops.nf4 import Nf4Tensor
-from quatrain.ops.select import Backend, Ops, select_backend
+from quatrain.ops.select import Backend, Ops, select_backend, triton_backend
+from quatrain.ops.triton_sizes import scratch_bytes
 from quatrain.profile.spans import Profiler
 
 GIB = 1 << 30
@@ -142,7 +142,7 @@ def launches_of(launches: Callable[[], Launches | None]) -> Ops:
 def stand_in(launches: Callable[[], Launches | None]) -> Backend:
     """A backend whose ops compute nothing."""
     return replace(
-        REFERENCE, scratch_bytes=cuda_scratch_bytes,
+        REFERENCE, scratch_bytes=scratch_bytes,
         temporary_bytes=lambda sizes: 0, bind=lambda scratch: launches_of(launches),
         head_chunk=lambda hidden, vocab: 1024,
     )  # fmt: skip
@@ -269,9 +269,6 @@ def first_difference(a: list[Any], b: list[Any]) -> Any:
 def test_tritons_launches_are_the_same_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real launch functions, down to each kernel with its grid and arguments; the kernels are not run."""
     interface = pytest.importorskip("triton.runtime.jit", reason="triton is not installed").KernelInterface
-    pytest.importorskip("quatrain.ops.triton_backend", reason="this version has no Triton kernels")
-    from quatrain.ops.select import triton_backend
-
     for module in ("triton_backend", "attention.triton", "head_loss.triton"):
         importlib.import_module(f"quatrain.ops.{module}")  # here: their tables are no fake tensors
     nf4 = importlib.import_module("quatrain.ops.nf4.triton")

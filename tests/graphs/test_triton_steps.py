@@ -15,11 +15,10 @@ from graphs.test_captured_steps import assert_same_bits, bits
 from oracles import families, hf
 from oracles.engine import make_config, open_pipeline
 
-from quatrain.ops.select import Backend
+from quatrain.ops.select import Backend, triton_backend
 from quatrain.train.pipeline import InstructPipeline
 
 pytest.importorskip("triton.language", reason="triton is not installed")
-pytest.importorskip("quatrain.ops.triton_backend", reason="this version has no Triton kernels")
 
 OPTIONS = {
     "llama": {"checkpoint": "block"},
@@ -29,8 +28,6 @@ LENGTHS = ([6, 1, 17], [9, 14], [20, 2])
 
 
 def on_triton(tape: Tape) -> Backend:
-    from quatrain.ops.select import triton_backend
-
     backend = triton_backend(torch.float32, "sm_80")
     return replace(backend, bind=lambda scratch: tape.recording(backend.bind(scratch)))
 

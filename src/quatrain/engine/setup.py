@@ -23,7 +23,7 @@ from quatrain.engine.layout import Layout, lay_out
 from quatrain.errors import ConfigError, KernelError, PlanError
 from quatrain.memory.ledger import Ledger, ledger_path
 from quatrain.memory.process import available_bytes, resident_bytes
-from quatrain.ops.select import Backend, Sizes, select_backend
+from quatrain.ops.select import Backend, select_backend, triton_backend
 
 if TYPE_CHECKING:
     from quatrain.model.spec import ModelSpec
@@ -125,8 +125,8 @@ def plan_layout(
         return choose_layout(spec, config, stored_nf4_nested, micro_batches)
     dtype = resolve_compute_dtype(config, "cuda")
     request = DeviceRequest(
-        spec, config, dtype, _sizes_only(dtype), 0, resident_bytes(), _nested(config, stored_nf4_nested), DeviceCosts(),
-        micro_batches,
+        spec, config, dtype, _planned_backend(dtype), 0, resident_bytes(), _nested(config, stored_nf4_nested),
+        DeviceCosts(), micro_batches,
     )  # fmt: skip
     if config.memory_budget is not None:
         return lay_out_on_device(replace(request, budget=config.memory_budget))
@@ -165,23 +165,9 @@ def _nested(config: InstructConfig, stored: bool | None) -> bool | None:
     return config.double_quant if config.quantize == "nf4" else None
 
 
-def _sizes_only(dtype: torch.dtype) -> Backend:
-    """The CUDA backend for planning: the real one where it can be had, else one that knows sizes and nothing more."""
+def _planned_backend(dtype: torch.dtype) -> Backend:
+    """The CUDA backend of the GPU that is there, else of a recent one."""
     try:
         return select_backend("cuda", dtype)
-    except KernelError as error:
-        reason = str(error)
-
-    return replace(
-        select_backend("cpu", torch.float32, "reference"), name="cuda (planned)", reason=reason,
-        scratch_bytes=cuda_scratch_bytes, temporary_bytes=lambda sizes: 0, head_chunk=lambda hidden, vocab: 1024,
-    )  # fmt: skip
-
-
-def cuda_scratch_bytes(sizes: Sizes) -> int:
-    """What the CUDA ops need, until their backend says it itself: one dequantised weight, and per adapter of a group
-    the down projection's gradient and 16 partial sums of dA and dB; or the attention's row sums."""
-    weight = max(k * max(ns) for k, ns in sizes.groups) * sizes.dtype.itemsize if sizes.quantised else 0
-    partials = max(sum(16 * sizes.rank * (k + n) * 4 for n in ns) for k, ns in sizes.groups)
-    gradients = 3 * sizes.tokens * sizes.rank * 4
-    return max(weight + partials + gradients, sizes.tokens * sizes.heads * 4)
+    except KernelError:
+        return triton_backend(dtype, "sm_90")
