@@ -25,10 +25,18 @@ class Cache:
         from quatrain.ops.attention.triton_cached import cached_attention_forward
 
         out, dim = memory.output(*self.q.shape, dtype=self.q.dtype), self.q.shape[2]
+        last = [(row, max(0, length - 1)) for row, length in enumerate(self.lengths)]
+        k, v = (torch.stack([cache[place] for place in last]) for cache in (self.keys, self.values))
+        keys, values = self.keys.clone(), self.values.clone()
+        for place in last:  # the newest token is yet to be put into the cache
+            keys[place] = values[place] = float("nan")
         cached_attention_forward(
-            out, self.q, self.keys, self.values, torch.tensor(self.lengths), dim**-0.5, window,
+            out, self.q, k, v, keys, values, torch.tensor(self.lengths), dim**-0.5, window,
             memory.output(1 << 20, dtype=torch.uint8),
         )  # fmt: skip
+        for row, length in enumerate(self.lengths):
+            assert torch.equal(keys[row, :length], self.keys[row, :length])
+            assert torch.equal(values[row, :length], self.values[row, :length])
         return out
 
 

@@ -204,9 +204,11 @@ def triton_backend(dtype: torch.dtype, arch: str) -> Backend:
 
         return call
 
+    bind = late("triton_ops")
     return Backend(
-        f"triton {arch}", "the GPU's own kernels", triton_sizes.scratch_bytes, lambda sizes: 0, late("triton_ops"),
-        late("quantize"), late("relative_error"), late("dequantize"), partial(matrix_product, size=8192, device="cuda"),
+        f"triton {arch}", "the GPU's own kernels", triton_sizes.scratch_bytes, lambda sizes: 0, bind,
+        triton_sizes.decode_scratch_bytes, partial(_plain_capture, bind), late("quantize"), late("relative_error"),
+        late("dequantize"), partial(matrix_product, size=8192, device="cuda"),
         head_chunk=triton_sizes.head_chunk,
     )  # fmt: skip
 
@@ -217,13 +219,16 @@ def _reference(reason: str) -> Backend:
 
     return Backend(
         "reference", reason, _reference_scratch, _reference_temporaries, reference_ops, _reference_scratch,
-        _reference_capture, quantize, relative_error, dequantize, matrix_product,
+        partial(_plain_capture, reference_ops), quantize, relative_error, dequantize, matrix_product,
         head_chunk=lambda hidden, vocab: max(16, min(1024, REFERENCE_LOGITS_BYTES // (4 * vocab))),
     )  # fmt: skip
 
 
-def _reference_capture(scratch: torch.Tensor, run: Callable[[Ops], None]) -> Callable[[], None]:
-    ops = reference_ops(scratch)
+def _plain_capture(
+    bind: Callable[[torch.Tensor], Ops], scratch: torch.Tensor, run: Callable[[Ops], None]
+) -> Callable[[], None]:
+    """The `capture` of ops that have nothing better: the repetition is `run` itself."""
+    ops = bind(scratch)
     run(ops)
     return partial(run, ops)
 

@@ -9,6 +9,7 @@ import torch
 
 from quatrain.ops.adamw.triton import adamw_step
 from quatrain.ops.attention.triton import attention_backward, attention_forward
+from quatrain.ops.attention.triton_cached import cached_attention_forward
 from quatrain.ops.dropout.triton import dropout_keys
 from quatrain.ops.embedding.triton import embedding_forward
 from quatrain.ops.grad_norm.triton import clip_scale, sum_squares
@@ -37,9 +38,11 @@ def triton_ops(scratch: torch.Tensor) -> Ops:
         rms_norm_backward=partial(rms_norm_backward, scratch=scratch),
         linear_lora_forward=partial(linear_lora_forward, scratch=scratch),
         linear_lora_backward=partial(linear_lora_backward, scratch=scratch),
+        linear_lora_decode=partial(linear_lora_forward, scratch=scratch),
         lora_down_forward=lora_down_forward,
         attention_forward=attention_forward,
         attention_backward=partial(attention_backward, scratch=scratch),
+        cached_attention_forward=partial(cached_attention_forward, scratch=scratch),
         swiglu_forward=swiglu_forward,
         swiglu_backward=swiglu_backward,
         head_loss=partial(head_loss, scratch=scratch),

@@ -135,6 +135,7 @@ TABLE |= {
     "attention_cached/128": _tiles(_cached(64, 4, 2), _cached(64, 4, 1), _cached(16, 4, 1)),
     "attention_cached/256": _tiles(_cached(32, 4, 2), _cached(32, 4, 1), _cached(16, 4, 1)),
     "attention_cached_add": {"*": {"num_warps": 1, "num_stages": 1}},
+    "cache_put": {"*": {"num_warps": 4, "num_stages": 1}},
     "head_rows": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
     "cross_entropy": {"*": {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}},
 }  # fmt: skip

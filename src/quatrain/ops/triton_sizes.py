@@ -111,6 +111,12 @@ def scratch_bytes(sizes: Sizes, *, weight: bool = True) -> int:
     return max(needs)
 
 
+def decode_scratch_bytes(sizes: Sizes) -> int:
+    """The same for a decoding step of `tokens` rows over `longest_row` slots."""
+    parts = cached_attention_parts(sizes.tokens, sizes.heads, sizes.longest_row, sizes.head_dim)
+    return max(scratch_bytes(sizes), carved_bytes(*parts))
+
+
 def head_chunk(hidden: int, vocab: int) -> int:
     """Rows of the head at a time."""
     return max(256, min(4096, LOGITS_BYTES // (4 * vocab) // 128 * 128))

@@ -20,6 +20,8 @@ from quatrain.ops.triton_sizes import CACHE_PART, cached_attention_parts
 def cached_attention_forward(
     out: torch.Tensor,
     q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     lengths: torch.Tensor,
@@ -27,11 +29,17 @@ def cached_attention_forward(
     window: int | None,
     scratch: torch.Tensor,
 ) -> None:
-    """out [B, Hq, D] =, from q [B, Hq, D], keys, values [B, S, Hk, D] and lengths int64 [B]. A row of length 0 gets
-    zeros. `scratch` holds `triton_sizes.cached_attention_parts`. Slots that a row does not see may hold anything."""
-    contiguous("cached_attention_forward", out, q, keys, values, lengths)
+    """keys, values [B, S, Hk, D] at slot lengths[b] - 1 = k, v [B, Hk, D]; then out [B, Hq, D] =, from q [B, Hq, D].
+
+    `lengths` is int64 [B]; a row of length 0 gets zeros. `scratch` holds `triton_sizes.cached_attention_parts`. Slots
+    that a row does not see may hold anything."""
+    contiguous("cached_attention_forward", out, q, k, v, keys, values, lengths)
     rows, heads, dim = q.shape
     slots, kv_heads = keys.shape[1:3]
+    put = config_for("cache_put", q)
+    cache_put_kernel[(rows,)](
+        keys, values, k, v, lengths, slots, kv_heads * dim, BLOCK=triton.next_power_of_2(kv_heads * dim), **put
+    )
     parts = triton.cdiv(slots, CACHE_PART)
     partials = carve("cached_attention_forward", scratch, *cached_attention_parts(rows, heads, slots, dim))
     window, how = window or UNLIMITED, _how(config_for(key("cached", dim), q), heads, kv_heads, dim)
@@ -47,6 +55,17 @@ def cached_attention_forward(
 def _how(how: Config, heads: int, kv_heads: int, dim: int) -> Config:
     group = max(16, triton.next_power_of_2(heads // kv_heads))
     return how | shape(heads, kv_heads, dim) | {"BLOCK_G": group, "PART": CACHE_PART}
+
+
+@triton.jit
+def cache_put_kernel(keys, values, k, v, lengths, slots, SIZE, BLOCK: tl.constexpr):
+    """keys, values [B, S, SIZE] at slot lengths[b] - 1 = k, v [B, SIZE]."""
+    b, columns = tl.program_id(0), tl.arange(0, BLOCK)
+    at = tl.load(lengths + b) - 1
+    mask = columns < tl.where(at >= 0, SIZE, 0)
+    to = (b * tl.full([], 1, tl.int64) * slots + at) * SIZE + columns
+    tl.store(keys + to, tl.load(k + b * SIZE + columns, mask=mask), mask=mask)
+    tl.store(values + to, tl.load(v + b * SIZE + columns, mask=mask), mask=mask)
 
 
 @triton.jit
@@ -115,6 +134,8 @@ def cases(arch: str, dtype: str) -> list[Case]:
         how = _how(config(key("cached", dim), arch, dtype), heads, kv_heads, dim)
         what = f"{heads}/{kv_heads} heads of {dim}"
         made.append(Case(cached_part_kernel, f"{p} {t} {t} {t} *i64 i32:16 i32:16 fp32", how, what))
+        put = config("cache_put", arch, dtype) | {"BLOCK": triton.next_power_of_2(kv_heads * dim)}
+        made.append(Case(cache_put_kernel, f"{t} {t} {t} {t} *i64 i32:16 i32:16", put, what))
         how = config("attention_cached_add", arch, dtype) | {"PART": CACHE_PART, "BLOCK_D": how["BLOCK_D"]}
         made.append(Case(cached_add_kernel, f"{t} {p} *i64 i32 i32:16 i32:16", how, what))
     return made
