@@ -67,7 +67,7 @@ class InstructConfig(Options):
     checkpoint: CheckpointMode = Field(
         "auto", description="recompute each block (block), keep all (none), or keep what fits"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run; auto is the CPU")
     kernels: Kernels = Field("auto", description="CPU kernels: the strongest there are, the reference ops, or an ISA")
     cuda_graph: CudaGraph = Field(
         "auto", description="replay each step on a GPU as one captured graph; on: fail where that is impossible"

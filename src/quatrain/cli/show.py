@@ -64,11 +64,11 @@ def kernels(console: Console, backend: Backend) -> None:
 
 def device_reason(config: InstructConfig, device: str) -> str:
     """Where a run computes, with the reason when `auto` chose the CPU."""
-    from quatrain.engine.setup import cuda_missing
+    from quatrain.engine.setup import not_on_cuda
 
     if device != "cpu":
         return "a GPU"
-    return "CPU" if config.device == "cpu" else f"CPU because {cuda_missing()}"
+    return "CPU" if config.device == "cpu" else f"CPU because {not_on_cuda()}"
 
 
 def modules(console: Console, it: Preparation) -> None:

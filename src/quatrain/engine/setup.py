@@ -34,15 +34,19 @@ BUDGET_SHARE = 0.8
 
 def resolve_device(config: InstructConfig) -> str:
     """ "cpu" or "cuda". Raises ConfigError for a device that cannot be used, and for options that need another one."""
-    missing = cuda_missing()
-    if config.device == "cuda" and missing is not None:
+    if config.device == "cuda" and (missing := cuda_missing()) is not None:
         raise ConfigError(
             f"device cuda: {missing}", hint="use --device cpu; `quatrain doctor` shows what this machine offers"
         )
-    device = "cpu" if config.device == "cpu" or missing is not None else "cuda"
+    device = "cuda" if config.device == "cuda" else "cpu"
     if device == "cpu" and config.cuda_graph == "on":
         raise ConfigError("cuda_graph on: the run is on the CPU, which captures no graphs", hint="leave it at auto")
     return device
+
+
+def not_on_cuda() -> str:
+    """Why `device=auto` is the CPU. It stays there until the CUDA path has been run on a GPU and can generate."""
+    return cuda_missing() or "the CUDA kernels are untested on hardware: --device cuda asks for them"
 
 
 def cuda_missing() -> str | None:
