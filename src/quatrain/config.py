@@ -289,6 +289,28 @@ class RunOptions(Options):
         return self
 
 
+class ExportOptions(Options):
+    """What a trained adapter becomes, and where."""
+
+    format: Literal["hf", "gguf", "ollama", "gguf-adapter"] = Field(
+        "hf",
+        description="a merged Hugging Face folder, a merged GGUF file, a folder for `ollama create`, or the adapter "
+        "alone as GGUF",
+    )
+    out: str = Field("", description="the folder to write; it appears when everything in it is written and compared")
+    type: Literal["auto", "f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"] = Field(
+        "auto",
+        description="how weights are stored; auto: the model's own 16 bits (bf16 if it has none) for hf, f16 for gguf, "
+        "q8_0 for ollama; hf takes f32, f16 and bf16 only",
+    )
+    base: Literal["auto", "dequantised", "source"] = Field(
+        "auto",
+        description="what the adapter is merged into: the dequantised NF4 weights (they give the logits of training) "
+        "or the model's own; auto: what it was trained on",
+    )
+    overwrite: bool = Field(False, description="replace an earlier export in the same folder")
+
+
 EXCLUSIVE = (
     ("epochs", "max_steps"),
     ("warmup_steps", "warmup_ratio"),

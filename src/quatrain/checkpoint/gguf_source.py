@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quatrain.checkpoint.gguf_file import SUPPORTED_TYPES, GgufFile
 from quatrain.checkpoint.names import EMBED, FINAL_NORM, HEAD, block_prefix, linear_name
@@ -59,22 +58,23 @@ class GgufSource(ModelSource):
         found = {name: self._file.tensors[gguf] for name, gguf in self._gguf_names.items()}
         return {name: TensorInfo(tensor.shape, "F32", tensor.num_bytes) for name, tensor in found.items()}
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, gguf_name in self._gguf_names.items():
-            yield name, self._read(name, gguf_name)
-
-    def read_tokenizer(self) -> Tokenizer | None:
-        from quatrain.checkpoint.gguf_tokenizer import tokenizer_from_gguf
-
-        return tokenizer_from_gguf(self._file.metadata, str(self.path))
-
-    def _read(self, name: str, gguf_name: str) -> torch.Tensor:
-        tensor = self._file.read(gguf_name)
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor = self._file.read(self._gguf_names[name])
         if self._reordered and ".self_attn.q_proj." in name:
             return halves_first(tensor, self.spec.num_heads)
         if self._reordered and ".self_attn.k_proj." in name:
             return halves_first(tensor, self.spec.num_kv_heads)
         return tensor
+
+    @property
+    def tokenizer_metadata(self) -> dict[str, Any]:
+        """The keys of the file that are about its tokenizer, as they are."""
+        return {key: value for key, value in self._file.metadata.items() if key.startswith("tokenizer.")}
+
+    def read_tokenizer(self) -> Tokenizer | None:
+        from quatrain.checkpoint.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(self._file.metadata, str(self.path))
 
 
 def hf_name(name: str) -> str:
@@ -89,6 +89,12 @@ def halves_first(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of each head from the order 0, d/2, 1, d/2 + 1, ... (pairs are neighbours) back to 0, 1, ... d - 1."""
     pairs = tensor.view(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def neighbours_first(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """The inverse of `halves_first`: rows of each head in the order 0, d/2, 1, d/2 + 1, ..."""
+    halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)
 
 
 def _readable(type_name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +48,10 @@ class HfFolder(ModelSource):
     def inventory(self) -> dict[str, TensorInfo]:
         return dict(self._inventory)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor | Nf4Tensor]]:
-        for name, info in self._inventory.items():
-            if info.dtype == "NF4":
-                yield name, bnb.read_nf4(name, self._read, self._shard_of.__contains__)
-            else:
-                yield name, self._read(name)
+    def tensor(self, name: str) -> torch.Tensor | Nf4Tensor:
+        if self._inventory[name].dtype == "NF4":
+            return bnb.read_nf4(name, self._read, self._shard_of.__contains__)
+        return self._read(name)
 
     def read_tokenizer(self) -> Tokenizer | None:
         from quatrain.data.tokenizer import Tokenizer

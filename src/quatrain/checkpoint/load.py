@@ -79,7 +79,7 @@ def _convert(
     """Every tensor as the model holds it, by name; a head that is tied to the embedding is left out. `linear` makes the
     weight of a block's linear from its name and what the source holds."""
     loaded: dict[str, torch.Tensor | Nf4Tensor] = {}
-    with _one_thread():
+    with one_thread():
         for name, tensor in source.tensors():
             if names.ignorable(name):
                 continue
@@ -95,7 +95,7 @@ def _convert(
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Torch works alone: the mean of the block scales is the same bits whatever the number of threads, and torch's
     threads do not spin on the cores that a native quantiser wants."""
     threads = torch.get_num_threads()

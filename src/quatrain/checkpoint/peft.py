@@ -309,19 +309,24 @@ def load_adapter(
             f"{where} does not fit ({len(problems)} problems): " + "; ".join(problems),
             hint="give the rank, alpha, targets and base model that the adapter was trained with",
         )
-    notices = []
-    if saved.base_fingerprint is None:
-        notices.append(
-            f"{where} does not say which base weights it was trained on; its name for them: {saved.base_name!r}"
-        )
-    elif saved.base_fingerprint != base_fingerprint:
-        message = f"{where} was trained on other base weights ({saved.base_name!r}, {saved.base_fingerprint[:12]}…)"
-        if not any_base:
-            raise CheckpointError(message, hint=f"open that base model; the one opened is {base_fingerprint[:12]}…")
-        notices.append(message)
+    notices = check_base(saved, base_fingerprint, any_base=any_base)
     for name, tensor in tensors.items():
         tensor.copy_(saved.tensors[name])
     return notices
+
+
+def check_base(saved: SavedAdapter, base_fingerprint: str, *, any_base: bool = False) -> list[str]:
+    """Notices about the base that an adapter was trained on. Raises CheckpointError for another one than the model that
+    is open, unless `any_base`."""
+    where = f"adapter {saved.folder}"
+    if saved.base_fingerprint is None:
+        return [f"{where} does not say which base weights it was trained on; its name for them: {saved.base_name!r}"]
+    if saved.base_fingerprint == base_fingerprint:
+        return []
+    message = f"{where} was trained on other base weights ({saved.base_name!r}, {saved.base_fingerprint[:12]}…)"
+    if not any_base:
+        raise CheckpointError(message, hint=f"open that base model; the one opened is {base_fingerprint[:12]}…")
+    return [message]
 
 
 def _some(names: list[str], limit: int = 8) -> str:

@@ -50,8 +50,13 @@ class ModelSource(ABC):
         """Every tensor of the model by its Hugging Face name, from the headers."""
 
     @abstractmethod
+    def tensor(self, name: str) -> torch.Tensor | Nf4Tensor:
+        """One tensor of `inventory`, read now; the source keeps no reference to it."""
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor | Nf4Tensor]]:
-        """(name, tensor) for each of `inventory`, read when asked for; the source keeps no reference to it."""
+        """(name, tensor) for each of `inventory`, in its order, read when asked for."""
+        for name in self.inventory():
+            yield name, self.tensor(name)
 
     @abstractmethod
     def read_tokenizer(self) -> Tokenizer | None:

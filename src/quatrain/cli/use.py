@@ -13,6 +13,7 @@ from quatrain.train.preflight import ADAPTER, RUN_FILE, is_run
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
+    from quatrain.data.render import ChatRenderer
     from quatrain.data.tokenizer import Tokenizer
     from quatrain.train.pipeline import InstructPipeline
 
@@ -44,6 +45,20 @@ class InUse:
         if tokenizer is None:
             raise ConfigError(f"{self.source.name} has no tokenizer: text needs one")
         return tokenizer
+
+    def text_tools(self) -> tuple[Tokenizer | None, ChatRenderer | None]:
+        """The tokenizer with the template of training, and what renders with it; None where the model has none."""
+        from quatrain.data.render import ChatRenderer
+        from quatrain.data.templates import choose_template
+
+        try:
+            tokenizer = self.tokenizer()
+        except ConfigError:
+            return None, None
+        template = choose_template(tokenizer, self.data.get("chat_template"))
+        date, special = self.data.get("template_date"), bool(self.data.get("allow_special"))
+        renderer = ChatRenderer(tokenizer, template, date=date, allow_special=special)
+        return renderer.tokenizer, renderer
 
     def data_options(self, given: dict[str, Any]) -> DataOptions:
         """The run's way to make prompts, with options given now on top."""

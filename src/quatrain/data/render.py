@@ -120,6 +120,11 @@ class ChatRenderer:
         encoded = self.tokenizer.encode_pieces(pieces)
         return RenderedChat(text, encoded.ids, [_in_tokens(span, encoded) for span in spans])
 
+    def prompt_ids(self, user: str, system: str | None = None) -> list[int]:
+        """The ids of the prompt for one message. Raises as `render`."""
+        turns = [Message("system", system)] if system else []
+        return self.render([*turns, Message("user", user)], None, add_generation_prompt=True).ids
+
     def _text(self, messages: list[dict[str, Any]], tools: Tools, prompt: bool) -> str:
         import jinja2
 

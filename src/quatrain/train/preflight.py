@@ -27,6 +27,12 @@ def check_run_folder(options: RunOptions) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"out: {folder} is a file, want a folder", hint="choose another --out")
     _check_owner(folder, options)
+    check_writable(folder)
+    return folder
+
+
+def check_writable(folder: Path) -> None:
+    """Write, rename and delete a probe in `folder`, and leave nothing behind. Raises CheckpointError."""
     created = _missing_parents(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,7 +45,6 @@ def check_run_folder(options: RunOptions) -> Path:
         for path in created:
             if path.is_dir():
                 path.rmdir()
-    return folder
 
 
 def is_run(folder: Path) -> bool:

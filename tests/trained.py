@@ -1,0 +1,59 @@
+"""Tiny models of every family with a tokenizer and a trained adapter (random, B not zero), ready to export; and the
+same thing under transformers + PEFT."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from oracles import families, hf
+from tiny_model import CHATML, write_tiny_model
+
+from quatrain.checkpoint.open import open_source
+from quatrain.checkpoint.peft import save_adapter
+from quatrain.config import ExportOptions, InstructConfig
+from quatrain.data.render import ChatRenderer
+from quatrain.data.templates import choose_template
+from quatrain.data.tokenizer import Tokenizer
+from quatrain.train.export import Job
+
+VOCAB = 264  # the tokenizer's 259 and rows without a token
+CONFIG = InstructConfig(lora_rank=4, lora_alpha=6.0)
+
+
+def with_vocab(variant: families.Variant) -> families.Variant:
+    return dataclasses.replace(variant, options={**variant.options, "vocab_size": VOCAB, "eos_token_id": 258})
+
+
+def write_base(folder: Path, variant: families.Variant, *, template: str | None = CHATML, **options: Any) -> Path:
+    write_tiny_model(folder, template=template)
+    families.save(with_vocab(variant), folder, **options)
+    return folder
+
+
+def write_adapter(folder: Path, base: Path, variant: families.Variant, config: InstructConfig = CONFIG) -> Path:
+    model = hf.with_adapters(families.build(with_vocab(variant)), config, seed=3)
+    source = open_source(str(base))
+    tokenizer = source.tokenizer()
+    save_adapter(
+        folder, {name: p.detach() for name, p in hf.trainable(model).items()}, config, num_layers=3,
+        base_name=str(base), base_fingerprint=source.fingerprint(),
+        files=tokenizer.files_to_save() if tokenizer else None,
+    )  # fmt: skip
+    return folder
+
+
+def job(model: Path, adapter: Path, out: Path, config: InstructConfig = CONFIG, **options: Any) -> Job:
+    source, tokenizer = open_source(str(model)), Tokenizer.from_folder(adapter)
+    renderer = ChatRenderer(tokenizer, choose_template(tokenizer)) if tokenizer else None
+    tokenizer = renderer.tokenizer if renderer else None
+    return Job(ExportOptions(out=str(out), **options), source, adapter, config, tokenizer, renderer)
+
+
+def oracle(variant: families.Variant, config: InstructConfig = CONFIG) -> Any:
+    """transformers + PEFT with the same weights and adapter, on the values that the engine computes with."""
+    model = families.build(with_vocab(variant))
+    if config.quantize == "nf4":
+        hf.round_linears_to_nf4(model, double_quant=config.double_quant)
+    return hf.with_adapters(model, config, seed=3)
