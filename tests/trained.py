@@ -4,6 +4,7 @@ same thing under transformers + PEFT."""
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from quatrain.data.templates import choose_template
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.train.export import Job
 
-VOCAB = 264  # the tokenizer's 259 and rows without a token
+VOCAB = 266  # the tokenizer's 264 and rows without a token
 CONFIG = InstructConfig(lora_rank=4, lora_alpha=6.0)
 
 
@@ -26,8 +27,19 @@ def with_vocab(variant: families.Variant) -> families.Variant:
     return dataclasses.replace(variant, options={**variant.options, "vocab_size": VOCAB, "eos_token_id": 258})
 
 
+def give_merges(path: Path, merges: list[tuple[str, str]]) -> None:
+    """Merges, with their tokens behind the 259 there are."""
+    content = json.loads(path.read_text())
+    vocab = content["model"]["vocab"]
+    vocab |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocab |= {left + right: 259 + rank for rank, (left, right) in enumerate(merges)}
+    content["model"]["merges"] = merges
+    path.write_text(json.dumps(content))
+
+
 def write_base(folder: Path, variant: families.Variant, *, template: str | None = CHATML, **options: Any) -> Path:
     write_tiny_model(folder, template=template)
+    give_merges(folder / "tokenizer.json", [("t", "h"), ("th", "e"), ("Ġ", "a"), ("1", "2"), ("o", "'")])
     families.save(with_vocab(variant), folder, **options)
     return folder
 

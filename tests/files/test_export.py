@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, llama: tuple[Path, Path]) 
     (tmp_path / "changed" / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     with pytest.raises(CheckpointError, match="trained on other base weights"):
         export(job(tmp_path / "changed", llama[1], tmp_path / "out"))
-    with pytest.raises(ConfigError, match="q4_0 is a type of GGUF files"):
+    with pytest.raises(ConfigError, match="q4_0 is for merged GGUF files"):
         export(job(*llama, tmp_path / "out", type="q4_0"))
     assert not (tmp_path / "out").exists()
 

@@ -22,6 +22,8 @@ _GLOBAL = {"token_embd.weight": EMBED, "output_norm.weight": FINAL_NORM, "output
 _IN_BLOCK = {gguf: linear_name(name) for name, gguf in LINEAR_NAMES.items()}
 _IN_BLOCK |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _IN_BLOCK |= {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GLOBAL_OF = {hf: gguf for gguf, hf in _GLOBAL.items()}
+_IN_BLOCK_OF = {hf: gguf for gguf, hf in _IN_BLOCK.items()}
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 
 
@@ -83,6 +85,15 @@ def hf_name(name: str) -> str:
     if match is None or match[2] not in _IN_BLOCK:
         return _GLOBAL.get(name, name)
     return f"{block_prefix(int(match[1]))}{_IN_BLOCK[match[2]]}.{match[3]}"
+
+
+def gguf_name(name: str) -> str:
+    """The inverse of `hf_name`, for the tensors of the supported families."""
+    stem, _, kind = name.rpartition(".")
+    if name in _GLOBAL_OF:
+        return _GLOBAL_OF[name]
+    _, _, layer, place = stem.split(".", 3)
+    return f"blk.{layer}.{_IN_BLOCK_OF[place]}.{kind}"
 
 
 def halves_first(tensor: torch.Tensor, heads: int) -> torch.Tensor:

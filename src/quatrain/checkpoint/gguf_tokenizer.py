@@ -78,6 +78,14 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str) -> Tokenizer | 
     return _wrap(content, reader, metadata, add_bos)
 
 
+def words_of(tokenizer: Tokenizer, text: str) -> list[tuple[int, int]]:
+    """Where the tokenizer's own rule cuts a text, before any merge: (begin, end) in characters."""
+    from tokenizers import Tokenizer as RustTokenizer
+
+    rule = RustTokenizer.from_str(json.dumps(tokenizer.content)).pre_tokenizer
+    return [span for _, span in rule.pre_tokenize_str(text)] if rule is not None else [(0, len(text))]
+
+
 class _Vocabulary:
     """Tokens, types, scores and special ids of the metadata, checked against one another."""
 

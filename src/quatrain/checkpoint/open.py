@@ -35,9 +35,12 @@ def open_source(path_or_id: str, *, revision: str | None = None) -> ModelSource:
 
 def _open_path(path: Path, name: str) -> ModelSource:
     if path.is_dir():
-        from quatrain.checkpoint.hf_folder import HfFolder
+        from quatrain.checkpoint.hf_folder import CONFIG, HfFolder
 
-        return HfFolder(path, name)
+        files = list(path.glob("*.gguf"))
+        if len(files) != 1 or (path / CONFIG).exists():
+            return HfFolder(path, name)
+        path = files[0]
     with path.open("rb") as file:
         magic = file.read(4)
     if magic == b"GGUF" or path.suffix.lower() == ".gguf":

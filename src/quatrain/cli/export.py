@@ -53,6 +53,7 @@ def command(
     block(console, "merged", [f"into {base}, stored as {done.type}"])
     if done.difference is not None:
         said = f"max |logit difference| to the adapter on a probe prompt: {done.difference:.3g}"
+        said += f" ({done.share:.2%} of their spread in the root mean square)"
         block(console, "compared", [said, f"the adapter itself moved these logits by up to {done.effect:.3g}"])
     for line in done.notices:
         block(console, "note", [line])

@@ -125,6 +125,10 @@ class ChatRenderer:
         turns = [Message("system", system)] if system else []
         return self.render([*turns, Message("user", user)], None, add_generation_prompt=True).ids
 
+    def prompt_text(self, messages: Sequence[Message]) -> str:
+        """The text that asks for an answer to `messages`. Raises RowError if the template refuses them."""
+        return self._text([message.as_dict() for message in messages], None, True)
+
     def _text(self, messages: list[dict[str, Any]], tools: Tools, prompt: bool) -> str:
         import jinja2
 

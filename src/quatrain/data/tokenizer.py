@@ -144,6 +144,11 @@ class Tokenizer:
         """One more than the largest id: the rows an embedding table needs."""
         return int(max(self._full.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
+    @property
+    def content(self) -> dict[str, Any]:
+        """The parsed tokenizer.json, without what would add or cut tokens around a text. Not to be changed."""
+        return self._json
+
     @cached_property
     def longest_token(self) -> int:
         """Bytes of the longest token: no token covers more characters of a text."""

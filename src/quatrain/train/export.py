@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quatrain.checkpoint.atomic import staged_folder
+from quatrain.checkpoint.gguf_file import GgufFile
+from quatrain.checkpoint.gguf_source import GgufSource, gguf_name
+from quatrain.checkpoint.gguf_vocab import gguf_vocabulary
+from quatrain.checkpoint.gguf_writer import reordered, write_gguf, write_gguf_adapter
 from quatrain.checkpoint.hf_writer import DTYPES, write_configuration, write_weights
 from quatrain.checkpoint.merge import Merge, Nf4Base, source_logits
 from quatrain.checkpoint.open import open_source
 from quatrain.checkpoint.peft import read_adapter
 from quatrain.config import ExportOptions, InstructConfig
+from quatrain.data.modelfile import modelfile
+from quatrain.data.records import Message
 from quatrain.errors import CheckpointError, ConfigError, PlanError
 from quatrain.ops.select import select_backend
 from quatrain.train.preflight import check_writable
@@ -27,13 +33,15 @@ if TYPE_CHECKING:
     from quatrain.data.tokenizer import Tokenizer
 
 RECORD = "export.json"
+ADAPTER_FILE = "adapter.gguf"
 PROBE_TEXT = (
     "Hello, it's 3.14 o'clock; WE'LL pay 1234567 in 2024!\n\n  two  spaces\tand a tab\r\n"
     "naïve façade, Привет, 日本語の文, 한국어, 👩‍💻 and {\"key\": [1, 2]} // done\n \n"
 )  # fmt: skip
 # What rounding may do to the logits, as a share of their spread (root mean square of the difference by the standard
 # deviation). A weight's step relative to it is 2^-11 for F16, 2^-8 for BF16 and about the same for Q8_0, 1/31 and 1/15
-# of a block's range for Q5 and Q4; deep models and random ones amplify it up to fifty times. A wrong tensor gives about 1.
+# of a block's range for Q5 and Q4; deep or random models amplify it
+# up to fifty times. A wrong tensor gives about 1.
 LARGEST_SHARE = {"f32": 1e-3, "f16": 0.03, "bf16": 0.2, "q8_0": 0.2, "q5_1": 0.5, "q5_0": 0.5, "q4_1": 0.8, "q4_0": 0.8}
 
 
@@ -53,13 +61,14 @@ class Job:
 @dataclass
 class Exported:
     """`difference` is the largest |logit difference| between the export, as read back, and the adapter as it was
-    trained, over a probe prompt; `effect` that between the adapter and its bare base. None for an adapter alone."""
+    trained, over a probe prompt, and `share` their root mean square as a share of the logits' spread; `effect` that between the adapter and its bare base. None for an adapter alone."""
 
     folder: Path
     base: str
     type: str
     files: dict[str, int] = field(default_factory=dict)
     difference: float | None = None
+    share: float | None = None
     effect: float | None = None
     notices: list[str] = field(default_factory=list)
 
@@ -79,9 +88,12 @@ def export(job: Job, report: Callable[[str], None] = lambda text: None) -> Expor
     _check_disk(folder, merge, kind)
     with staged_folder(folder) as stage:
         report("merging and writing")
-        write_hf(job, merge, kind, stage)
+        done.notices += WRITERS[options.format](job, merge, kind, stage)
         report("reading back and comparing")
-        _compare(job, merge, stage, done)
+        if options.format == "gguf-adapter":
+            _compare_adapter(merge, kind, stage)
+        else:
+            _compare(job, merge, open_source(str(stage)), done)
         (stage / RECORD).write_text(json.dumps(_record(job, done), indent=2) + "\n")
     done.files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     return done
@@ -103,10 +115,55 @@ def check_target(options: ExportOptions) -> Path:
     return folder
 
 
-def write_hf(job: Job, merge: Merge, kind: str, folder: Path) -> None:
+def write_hf(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
     """The merged model as a Hugging Face folder."""
     write_weights(folder, merge.shapes, merge.merged, DTYPES[kind])
     write_configuration(folder, job.source, job.tokenizer, end_ids(job), DTYPES[kind])
+    return []
+
+
+def write_gguf_model(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
+    """The merged model as one GGUF file."""
+    return write_gguf(folder / f"model-{kind}.gguf", merge, kind, _vocabulary(job), folder_name(job))
+
+
+def write_ollama(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
+    """The GGUF file and a Modelfile; the template first, since it may be one that Ollama cannot have."""
+    if job.renderer is None:
+        raise ConfigError(f"{job.source.name} has no tokenizer, and Ollama needs one", hint="use --format gguf")
+    bos_added = bool(_vocabulary(job).get("tokenizer.ggml.add_bos_token"))
+    text, notices = modelfile(f"model-{kind}.gguf", job.renderer, bos_added=bos_added)
+    (folder / "Modelfile").write_text(text, encoding="utf-8")
+    return [*notices, *write_gguf_model(job, merge, kind, folder)]
+
+
+def write_adapter(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
+    """The adapter alone as GGUF."""
+    write_gguf_adapter(folder / ADAPTER_FILE, merge, kind, folder_name(job))
+    return []
+
+
+WRITERS = {"hf": write_hf, "gguf": write_gguf_model, "ollama": write_ollama, "gguf-adapter": write_adapter}
+
+
+def folder_name(job: Job) -> str:
+    return Path(job.options.out).name
+
+
+def _vocabulary(job: Job) -> dict[str, Any]:
+    """The tokenizer's keys: those of the base where that is a GGUF file, with the template of training."""
+    if job.tokenizer is None or job.renderer is None:
+        return {"tokenizer.ggml.model": "none"}
+    bos = job.tokenizer.bos_token
+    written = bos is not None and job.renderer.prompt_text([Message("user", PROBE_TEXT)]).startswith(bos)
+    if isinstance(job.source, GgufSource):
+        keys = {**job.source.tokenizer_metadata, "tokenizer.chat_template": job.tokenizer.chat_template or ""}
+        keys["tokenizer.ggml.add_bos_token"] = job.tokenizer.add_bos and written
+    else:
+        rows = job.source.spec.vocab_size
+        keys = gguf_vocabulary(job.tokenizer, rows, PROBE_TEXT, bos_written=written)
+    others = [index for index in end_ids(job) if index != job.tokenizer.eos_id]
+    return keys | ({"tokenizer.ggml.eot_token_id": others[0]} if others else {})
 
 
 def end_ids(job: Job) -> tuple[int, ...]:
@@ -141,17 +198,17 @@ def _nf4(job: Job, base: str) -> Nf4Base | None:
 
 
 def _type(options: ExportOptions, source: ModelSource) -> str:
+    if options.format in ("hf", "gguf-adapter") and options.type not in ("auto", *DTYPES):
+        raise ConfigError(
+            f"type: {options.type} is for merged GGUF files; --format {options.format} takes {', '.join(DTYPES)}",
+            hint="--type bf16, or --format gguf",
+        )
     stored = {info.dtype.lower() for info in source.inventory().values()}
     if options.type != "auto":
-        if options.format == "hf" and options.type not in DTYPES:
-            raise ConfigError(
-                f"type: {options.type} is a type of GGUF files; a Hugging Face folder takes {', '.join(DTYPES)}",
-                hint="--type bf16, or --format gguf",
-            )
         return options.type
     if options.format == "hf":
         return "f16" if "f16" in stored and "bf16" not in stored else "bf16"
-    return "q8_0" if options.format == "ollama" else "f16"
+    return {"ollama": "q8_0", "gguf": "f16", "gguf-adapter": "f32"}[options.format]
 
 
 def _check_disk(folder: Path, merge: Merge, kind: str) -> None:
@@ -166,13 +223,12 @@ def _check_disk(folder: Path, merge: Merge, kind: str) -> None:
         )
 
 
-def _compare(job: Job, merge: Merge, stage: Path, done: Exported) -> None:
-    """Reads the export back: ids of a text and a prompt, logits of the prompt."""
-    written = open_source(str(stage))
+def _compare(job: Job, merge: Merge, written: ModelSource, done: Exported) -> None:
+    """What was written, read back: ids of a text and a prompt, logits of the prompt."""
     ids = probe_ids(job)
     _compare_ids(job, written)
     want, got = merge.adapter_logits(ids), source_logits(written, ids)
-    share = float((got - want).square().mean().sqrt() / want.std())
+    share = _share(got, want)
     if not share <= LARGEST_SHARE[done.type]:
         raise CheckpointError(
             f"the export read back has other logits than the adapter: they differ by {share:.3g} of their spread, "
@@ -184,6 +240,7 @@ def _compare(job: Job, merge: Merge, stage: Path, done: Exported) -> None:
         done.notices.append(f"the adapter was trained on the other base ({_trained_on(job)}), so logits differ by more")
         merge = merge.onto(trained)
         want = merge.adapter_logits(ids)
+    done.share = _share(got, want)
     done.difference = float((got - want).abs().max())
     done.effect = float((merge.base_logits(ids) - want).abs().max())
     if done.difference > done.effect / 2:
@@ -193,13 +250,20 @@ def _compare(job: Job, merge: Merge, stage: Path, done: Exported) -> None:
         )
 
 
+def _share(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).square().mean().sqrt() / want.std())
+
+
 def _compare_ids(job: Job, written: ModelSource) -> None:
-    if job.tokenizer is None:
+    """A text by itself, and a prompt as other programs make it: rendered, then encoded with control tokens."""
+    if job.tokenizer is None or job.renderer is None:
         return
     other = written.tokenizer()
-    for special in (False, True):
-        want = job.tokenizer.encode(PROBE_TEXT, bos=True, parse_special=special)
-        got = other.encode(PROBE_TEXT, bos=True, parse_special=special) if other else []
+    assert other is not None
+    prompt = job.renderer.prompt_text([Message("user", PROBE_TEXT)])
+    pairs = [(job.tokenizer.encode(PROBE_TEXT), other.encode(PROBE_TEXT))]
+    pairs.append((job.renderer.prompt_ids(PROBE_TEXT), other.encode(prompt, bos=True, parse_special=True)))
+    for want, got in pairs:
         if want != got:
             at = next((i for i, pair in enumerate(zip(want, got, strict=False)) if pair[0] != pair[1]), len(got))
             raise CheckpointError(
@@ -207,6 +271,17 @@ def _compare_ids(job: Job, written: ModelSource) -> None:
                 f"want {want[at : at + 3]}",
                 hint="nothing was written; please report this with the model's name",
             )
+
+
+def _compare_adapter(merge: Merge, kind: str, stage: Path) -> None:
+    """The adapter read back: every pair, in llama.cpp's row order, to one rounding."""
+    file = GgufFile(stage / ADAPTER_FILE)
+    for name in merge.shapes:
+        for part, tensor in zip("ab", merge.lora(name) or (), strict=False):
+            want = reordered(merge.spec, name, tensor) if part == "b" else tensor
+            stored = f"{gguf_name(name)}.lora_{part}"
+            if stored not in file.tensors or not torch.equal(file.read(stored), want.to(DTYPES[kind]).float()):
+                raise CheckpointError(f"{stored} does not read back as it was", hint="nothing was written")
 
 
 def _record(job: Job, done: Exported) -> dict[str, Any]:
@@ -221,5 +296,6 @@ def _record(job: Job, done: Exported) -> dict[str, Any]:
         "model_fingerprint": job.source.fingerprint(),
         "merged_into": done.base,
         "max_logit_difference": done.difference,
+        "share_of_spread": done.share,
         "adapter_effect": done.effect,
     }
