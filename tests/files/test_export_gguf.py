@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from oracles import families
 from trained import CONFIG, job, oracle, write_adapter, write_base
 
@@ -17,12 +19,14 @@ from quatrain.checkpoint.gguf_source import gguf_name
 from quatrain.checkpoint.gguf_vocab import gguf_vocabulary
 from quatrain.checkpoint.merge import Merge, source_logits
 from quatrain.checkpoint.open import open_source
-from quatrain.checkpoint.peft import read_adapter
+from quatrain.checkpoint.peft import read_adapter, save_adapter
+from quatrain.config import InstructConfig
 from quatrain.data.modelfile import go_template, modelfile, render_go
 from quatrain.data.render import ChatRenderer
 from quatrain.data.templates import BUILT_INS, choose_template
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.errors import CheckpointError, ConfigError, DataError, ModelError
+from quatrain.model.adapters import AdapterSet
 from quatrain.model.from_config import spec_from_config
 from quatrain.model.from_gguf import spec_from_gguf
 from quatrain.model.rope import inverse_frequencies
@@ -295,3 +299,53 @@ def test_the_adapter_alone(tmp_path: Path) -> None:
     assert torch.equal(got[:4], b[[0, 8, 1, 9]]) and len(file.tensors) == 2 * 7 * 3
     with pytest.raises(ConfigError, match="q8_0 is for merged GGUF files"):
         export(job(base, adapter, tmp_path / "no", format="gguf-adapter", type="q8_0"))
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> tuple[Path, Path]:
+    """(the GGUF file of SmolLM2, an adapter on its first and last layers)."""
+    source = open_source(str(smollm2_path))
+    config = InstructConfig(lora_rank=4, lora_alpha=8.0, lora_targets=r"model\.layers\.(0|29)\..*")
+    adapters, generator = AdapterSet(source.spec, config, torch.float32), torch.Generator().manual_seed(0)
+    adapters.initialise(0)
+    for name, tensor in adapters.named().items():
+        if name.endswith("lora_B.weight"):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
+    tokenizer = source.tokenizer()
+    assert tokenizer is not None
+    folder = tmp_path_factory.mktemp("smollm2") / "adapter"
+    save_adapter(
+        folder, adapters.named(), config, num_layers=30, base_name=str(smollm2_path),
+        base_fingerprint=source.fingerprint(), files=tokenizer.files_to_save(),
+    )  # fmt: skip
+    return smollm2_path, folder
+
+
+def test_a_gguf_base_becomes_a_folder_for_transformers(tmp_path: Path, smollm2: tuple[Path, Path]) -> None:
+    """L8, B14: config.json and tokenizer.json are made from metadata; no warning, the same ids and logits."""
+    the_job = job(*smollm2, tmp_path / "out")
+    export(the_job)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", dtype=torch.float32, output_loading_info=True
+        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert not any(info.values()), info
+    ids = probe_ids(the_job)
+    assert tokenizer(PROBE_TEXT)["input_ids"] == the_job.tokenizer.encode(PROBE_TEXT, bos=True)
+    chat = [{"role": "user", "content": PROBE_TEXT}]
+    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] == ids
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0]
+    want = source_logits(open_source(str(tmp_path / "out")), ids)
+    assert (logits - want).abs().max() < 1e-3 * want.std() * len(ids) ** 0.5
+
+
+def test_a_gguf_base_keeps_its_tokenizer_metadata(tmp_path: Path, smollm2: tuple[Path, Path]) -> None:
+    """L1, L4: what the base's file says about its tokenizer is carried over as it is."""
+    export(job(*smollm2, tmp_path / "out", format="ollama"))
+    got, want = (GgufFile(path).metadata for path in (tmp_path / "out" / "model-q8_0.gguf", smollm2[0]))
+    tokenizer = [key for key in want if key.startswith("tokenizer.")]
+    assert len(tokenizer) == 12 and {key: got[key] for key in tokenizer} == {key: want[key] for key in tokenizer}
+    assert "You are a helpful AI assistant named SmolLM" in (tmp_path / "out" / "Modelfile").read_text()

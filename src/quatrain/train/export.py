@@ -60,8 +60,9 @@ class Job:
 
 @dataclass
 class Exported:
-    """`difference` is the largest |logit difference| between the export, as read back, and the adapter as it was
-    trained, over a probe prompt, and `share` their root mean square as a share of the logits' spread; `effect` that between the adapter and its bare base. None for an adapter alone."""
+    """How far the export, as read back, is from the adapter as it was trained, in the logits of a probe prompt:
+    `difference` is the largest, `share` the root mean square as a share of the logits' spread. `effect` is the largest
+    difference between the adapter and its bare base. None for an adapter alone."""
 
     folder: Path
     base: str
