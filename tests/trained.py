@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from oracles import families, hf
 from tiny_model import CHATML, write_tiny_model
 
@@ -17,6 +18,7 @@ from quatrain.config import ExportOptions, InstructConfig
 from quatrain.data.render import ChatRenderer
 from quatrain.data.templates import choose_template
 from quatrain.data.tokenizer import Tokenizer
+from quatrain.model.adapters import AdapterSet
 from quatrain.train.export import Job
 
 VOCAB = 266  # the tokenizer's 264 and rows without a token
@@ -52,6 +54,24 @@ def write_adapter(folder: Path, base: Path, variant: families.Variant, config: I
         folder, {name: p.detach() for name, p in hf.trainable(model).items()}, config, num_layers=3,
         base_name=str(base), base_fingerprint=source.fingerprint(),
         files=tokenizer.files_to_save() if tokenizer else None,
+    )  # fmt: skip
+    return folder
+
+
+def write_smollm2_adapter(folder: Path, base: Path) -> Path:
+    """A random adapter on the first and last layers of the GGUF file of SmolLM2."""
+    source = open_source(str(base))
+    config = InstructConfig(lora_rank=4, lora_alpha=8.0, lora_targets=r"model\.layers\.(0|29)\..*")
+    adapters, generator = AdapterSet(source.spec, config, torch.float32), torch.Generator().manual_seed(0)
+    adapters.initialise(0)
+    for name, tensor in adapters.named().items():
+        if name.endswith("lora_B.weight"):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.4)
+    tokenizer = source.tokenizer()
+    assert tokenizer is not None
+    save_adapter(
+        folder, adapters.named(), config, num_layers=30, base_name=str(base), base_fingerprint=source.fingerprint(),
+        files=tokenizer.files_to_save(),
     )  # fmt: skip
     return folder
 

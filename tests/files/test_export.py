@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from quatrain.train.export import PROBE_TEXT, export, probe_ids
 
 RECIPES = {
     "nf4": CONFIG,
-    "flat-nf4-rslora-norms": InstructConfig(lora_rank=3, use_rslora=True, double_quant=False, train_norms=True),
+    "flat-nf4-rslora-norms": InstructConfig(
+        lora_rank=3, lora_alpha=4.0, use_rslora=True, double_quant=False, train_norms=True
+    ),
     "unquantised-some": InstructConfig(lora_rank=2, quantize="none", lora_targets=["q_proj", "down_proj"]),
 }
 
@@ -185,6 +188,24 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, llama: tuple[Path, Path]) 
     with pytest.raises(ConfigError, match="q4_0 is for merged GGUF files"):
         export(job(*llama, tmp_path / "out", type="q4_0"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf"])
+def test_one_tensor_at_a_time(
+    tmp_path: Path, llama: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """M7: when the next tensor is merged, the one before is gone."""
+    merged, last, alive = Merge.merged, [], []
+
+    def watched(self: Merge, name: str) -> torch.Tensor:
+        alive.append(any(tensor() is not None for tensor in last))
+        tensor = merged(self, name)
+        last[:] = [weakref.ref(tensor)]
+        return tensor
+
+    monkeypatch.setattr(Merge, "merged", watched)
+    export(job(*llama, tmp_path / "out", format=form, type="f16"))
+    assert len(alive) > 40 and not any(alive)
 
 
 def test_what_half_precision_cannot_hold() -> None:

@@ -12,21 +12,19 @@ import pytest
 import torch
 import transformers
 from oracles import families
-from trained import CONFIG, job, oracle, write_adapter, write_base
+from trained import CONFIG, job, oracle, write_adapter, write_base, write_smollm2_adapter
 
 from quatrain.checkpoint.gguf_file import GgufFile
 from quatrain.checkpoint.gguf_source import gguf_name
 from quatrain.checkpoint.gguf_vocab import gguf_vocabulary
 from quatrain.checkpoint.merge import Merge, source_logits
 from quatrain.checkpoint.open import open_source
-from quatrain.checkpoint.peft import read_adapter, save_adapter
-from quatrain.config import InstructConfig
+from quatrain.checkpoint.peft import read_adapter
 from quatrain.data.modelfile import go_template, modelfile, render_go
 from quatrain.data.render import ChatRenderer
 from quatrain.data.templates import BUILT_INS, choose_template
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.errors import CheckpointError, ConfigError, DataError, ModelError
-from quatrain.model.adapters import AdapterSet
 from quatrain.model.from_config import spec_from_config
 from quatrain.model.from_gguf import spec_from_gguf
 from quatrain.model.rope import inverse_frequencies
@@ -304,21 +302,7 @@ def test_the_adapter_alone(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory, smollm2_path: Path) -> tuple[Path, Path]:
     """(the GGUF file of SmolLM2, an adapter on its first and last layers)."""
-    source = open_source(str(smollm2_path))
-    config = InstructConfig(lora_rank=4, lora_alpha=8.0, lora_targets=r"model\.layers\.(0|29)\..*")
-    adapters, generator = AdapterSet(source.spec, config, torch.float32), torch.Generator().manual_seed(0)
-    adapters.initialise(0)
-    for name, tensor in adapters.named().items():
-        if name.endswith("lora_B.weight"):
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.02)
-    tokenizer = source.tokenizer()
-    assert tokenizer is not None
-    folder = tmp_path_factory.mktemp("smollm2") / "adapter"
-    save_adapter(
-        folder, adapters.named(), config, num_layers=30, base_name=str(smollm2_path),
-        base_fingerprint=source.fingerprint(), files=tokenizer.files_to_save(),
-    )  # fmt: skip
-    return smollm2_path, folder
+    return smollm2_path, write_smollm2_adapter(tmp_path_factory.mktemp("smollm2") / "adapter", smollm2_path)
 
 
 def test_a_gguf_base_becomes_a_folder_for_transformers(tmp_path: Path, smollm2: tuple[Path, Path]) -> None:

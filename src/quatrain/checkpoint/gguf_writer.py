@@ -11,12 +11,13 @@ import torch
 
 from quatrain.checkpoint.gguf_source import ROPE_FACTORS, neighbours_first
 from quatrain.checkpoint.gguf_source import gguf_name as name_of
-from quatrain.checkpoint.hf_writer import DTYPES, rounded
+from quatrain.checkpoint.hf_writer import rounded
 from quatrain.checkpoint.names import EMBED, HEAD
 from quatrain.errors import CheckpointError
 from quatrain.model.to_gguf import frequency_factors, gguf_architecture, metadata_from_spec
 
 if TYPE_CHECKING:
+    import numpy as np
     from gguf import GGUFWriter
 
     from quatrain.checkpoint.merge import Merge
@@ -104,7 +105,7 @@ def _type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
 
 def _write(path: Path, architecture: str, metadata: Mapping[str, Any], entries: list[_Entry]) -> None:
     import numpy as np
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quantize
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
@@ -120,10 +121,18 @@ def _write(path: Path, architecture: str, metadata: Mapping[str, Any], entries: 
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for entry in entries:
-        values = rounded(entry.name, entry.values(), DTYPES[entry.type] if entry.type == "f16" else torch.float32)
-        raw = quantize(values.to(torch.float32).contiguous().numpy(), GGMLQuantizationType[entry.type.upper()])
-        writer.write_tensor_data(np.ascontiguousarray(raw).view(np.uint8))
+        writer.write_tensor_data(_bytes_of(entry))
     writer.close()
+
+
+def _bytes_of(entry: _Entry) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The tensor as it lies in the file."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, quantize
+
+    values = rounded(entry.name, entry.values(), torch.float16 if entry.type == "f16" else torch.float32)
+    raw = quantize(values.to(torch.float32).numpy(), GGMLQuantizationType[entry.type.upper()])
+    return np.ascontiguousarray(raw).view(np.uint8)
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

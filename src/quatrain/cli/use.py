@@ -81,16 +81,16 @@ def open_for_use(model: str, adapter: str | None) -> InUse:
     from quatrain.checkpoint.open import open_source
 
     folder = _adapter_folder(Path(adapter).expanduser()) if adapter else None
+    if adapter and folder is None:
+        raise ConfigError(
+            f"adapter: {adapter} holds no {ADAPTER_CONFIG}", hint="give an adapter folder or a run folder"
+        )
     if folder is None and model:
         folder = _adapter_folder(Path(model).expanduser())
         if folder is not None:
             model = ""
     elif folder is None:
         raise ConfigError("nothing given for model", hint="give --model: a model, an adapter folder or a run folder")
-    if adapter and folder is None:
-        raise ConfigError(
-            f"adapter: {adapter} holds no {ADAPTER_CONFIG}", hint="give an adapter folder or a run folder"
-        )
     if folder is None:
         return InUse(open_source(model), None, {}, {})
     return _with_adapter(folder, model)

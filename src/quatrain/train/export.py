@@ -141,7 +141,9 @@ def write_ollama(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
 def write_adapter(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
     """The adapter alone as GGUF."""
     write_gguf_adapter(folder / ADAPTER_FILE, merge, kind, folder_name(job))
-    return []
+    if _trained_on(job) == "source":
+        return []
+    return ["it was trained on the base in NF4: on a base in another type its answers differ; --format gguf has both"]
 
 
 WRITERS = {"hf": write_hf, "gguf": write_gguf_model, "ollama": write_ollama, "gguf-adapter": write_adapter}

@@ -1,0 +1,56 @@
+"""`quatrain export` from a trained run to something that `quatrain chat` opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from oracles import families
+from tiny_model import write_rows
+from trained import write_base
+
+from quatrain.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("world")
+    write_base(folder / "model", families.BY_NAME["llama"])
+    rows = write_rows(folder / "rows.jsonl", 16)
+    words = ["train", "--model", str(folder / "model"), "--data", str(rows), "--out", str(folder / "run")]
+    assert main([*words, "--max-steps", "6", "--lr", "2e-2", "--lora-rank", "4", "--compute-dtype", "fp32"]) == 0
+    return folder
+
+
+def answer(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    capsys.readouterr()
+    assert main(["chat", *words, "--max-new-tokens", "12", "--compute-dtype", "fp32", "Paint room 3"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["hf", "gguf", "ollama"])
+def test_what_is_exported_answers_as_the_run_does(world: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    """L5: asked again after the export, in chat. I10: the difference is printed."""
+    out = world / form
+    assert main(["export", "--adapter", str(world / "run"), "--format", form, "--type", "f32", "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "into its dequantised NF4 weights, stored as f32" in said
+    assert "max |logit difference| to the adapter on a probe prompt: " in said
+    want = answer(capsys, "--model", str(world / "run"))
+    assert answer(capsys, "--model", str(out), "--quantize", "none") == want
+    assert answer(capsys, "--model", str(world / "model")) != want
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--out", "x"], 2, "nothing given for adapter"),
+        (["--adapter", "RUN"], 2, "nothing given for out"),
+        (["--adapter", "RUN", "--out", "RUN"], 2, "is not empty and holds no export"),
+        (["--adapter", "RUN", "--out", "x", "--format", "onnx"], 2, "format: want"),
+        (["--adapter", "none", "--out", "x"], 2, "adapter: none holds no adapter_config.json"),
+    ],
+)
+def test_bad_usage(world: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str) -> None:
+    assert main(["export", *(word.replace("RUN", str(world / "run")) for word in words)]) == code
+    assert message in capsys.readouterr().err
