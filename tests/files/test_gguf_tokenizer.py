@@ -157,3 +157,17 @@ def test_no_tokenizer_in_the_file():
     assert tokenizer_from_gguf({}, "toy.gguf") is None
     with pytest.raises(ModelError, match="want two tokens, got 'ab'"):
         tokenizer_from_gguf(byte_level("gpt-2", ["ab"], ["ab"]), "toy.gguf")
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_other_programs_put_bos_where_we_do(tmp_path, add_bos):
+    """B1, B2: the tokenizer.json made from metadata begins a text with BOS exactly where the file says so."""
+    import transformers
+
+    metadata = byte_level("llama-bpe", ["<s>"], ["a b"], [3], bos_token_id=256, add_bos_token=add_bos)
+    metadata["tokenizer.ggml.tokens"].append("ab")
+    metadata["tokenizer.ggml.token_type"].append(1)
+    tokenizer = tokenizer_from_gguf(metadata, "toy.gguf")
+    tokenizer.save(tmp_path)
+    got = transformers.AutoTokenizer.from_pretrained(tmp_path)("ab ab")["input_ids"]
+    assert got == tokenizer.encode("ab ab", bos=True) and (got[0] == 256) == add_bos

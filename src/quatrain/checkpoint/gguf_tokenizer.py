@@ -205,6 +205,9 @@ def _wrap(content: dict[str, Any], vocabulary: _Vocabulary, metadata: Mapping[st
     from quatrain.data.tokenizer import Tokenizer
 
     bos, eos = vocabulary.special("bos"), vocabulary.special("eos")
+    begins = bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos))
+    if begins and bos is not None:  # we add it ourselves; other programs that read the JSON go by its post-processor
+        content["post_processor"] = _begins_with(bos, vocabulary.ids[bos])
     return Tokenizer(
         json.dumps(content, ensure_ascii=False),
         chat_template=metadata.get("tokenizer.chat_template"),
@@ -212,6 +215,18 @@ def _wrap(content: dict[str, Any], vocabulary: _Vocabulary, metadata: Mapping[st
         eos_token=eos,
         pad_token=vocabulary.special("padding"),
         unk_token=vocabulary.special("unknown"),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)) and bos is not None,
+        add_bos=begins and bos is not None,
         add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and eos is not None,
     )
+
+
+def _begins_with(token: str, index: int) -> dict[str, Any]:
+    """A post-processor that puts `token` before a text."""
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    special = {"SpecialToken": {"id": token, "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [special, first],
+        "pair": [special, first, second],
+        "special_tokens": {token: {"id": token, "ids": [index], "tokens": [token]}},
+    }

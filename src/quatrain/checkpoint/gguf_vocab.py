@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _PREFIX = "tokenizer.ggml."
+_SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def gguf_vocabulary(tokenizer: Tokenizer, rows: int, probe: str, *, bos_written: bool | None) -> dict[str, Any]:
@@ -37,9 +38,8 @@ def gguf_vocabulary(tokenizer: Tokenizer, rows: int, probe: str, *, bos_written:
         raise _unknown(f"a {kind} model" if kind != "BPE" else "no merges")
     tokens, types = _tokens(tokenizer, rows)
     keys: dict[str, Any] = {"tokens": tokens, "token_type": types}
-    for name in ("bos", "eos", "unknown", "padding"):
-        token = tokenizer.special_tokens.get({"unknown": "unk", "padding": "pad"}.get(name, name) + "_token")
-        if token is not None:
+    for name, role in _SPECIAL.items():
+        if (token := tokenizer.special_tokens.get(role)) is not None:
             keys[f"{name}_token_id"] = tokenizer.token_id(token)
     keys["add_bos_token"] = tokenizer.add_bos and bos_written is not False
     keys["add_eos_token"] = tokenizer.add_eos
