@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,15 @@ def test_what_is_exported_answers_as_the_run_does(world: Path, capsys: pytest.Ca
 def test_bad_usage(world: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str) -> None:
     assert main(["export", *(word.replace("RUN", str(world / "run")) for word in words)]) == code
     assert message in capsys.readouterr().err
+
+
+def test_how_an_adapter_was_trained_is_known_or_said(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """I10: a run says what its adapter was trained on; an adapter by itself does not, and the guess is told."""
+    shutil.copytree(world / "run" / "adapter", world / "moved")
+    words = ["export", "--adapter", str(world / "moved"), "--out"]
+    assert main([*words, str(world / "a")]) == 0
+    said = capsys.readouterr().out
+    assert "taken to be trained in NF4" in said and "dequantised" in said
+    assert main([*words, str(world / "b"), "--quantize", "none"]) == 0
+    said = capsys.readouterr().out
+    assert "taken to be" not in said and "into the model's own weights" in said

@@ -55,6 +55,9 @@ def command(
         said = f"max |logit difference| to the adapter on a probe prompt: {done.difference:.3g}"
         said += f" ({done.share:.2%} of their spread in the root mean square)"
         block(console, "compared", [said, f"the adapter itself moved these logits by up to {done.effect:.3g}"])
+    if "quantize" not in it.engine | given and options.base == "auto":
+        guess = "the adapter lies in no run folder, so it is taken to be trained in NF4; --quantize none says otherwise"
+        done.notices.append(guess)
     for line in done.notices:
         block(console, "note", [line])
     block(console, "files", [f"{name}  {megabytes(size)}" for name, size in done.files.items()])
