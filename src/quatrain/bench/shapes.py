@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 
@@ -56,15 +56,17 @@ class RandomWeights(ModelSource):
             del shapes[names.HEAD]
         return {name: TensorInfo(shape, "BF16", 2 * math.prod(shape)) for name, shape in shapes.items()}
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensor(self, name: str) -> torch.Tensor:
+        shape = self.inventory()[name].shape
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=torch.bfloat16)
+        size = math.prod(shape)
+        return self._drawn.repeat(-(-size // _DRAWN))[:size].view(shape)
+
+    @cached_property
+    def _drawn(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        drawn = (torch.rand(_DRAWN, generator=generator) - 0.5).mul_(0.02 * math.sqrt(12)).to(torch.bfloat16)
-        for name, info in self.inventory().items():
-            if name.endswith("norm.weight"):
-                yield name, torch.ones(info.shape, dtype=torch.bfloat16)
-            else:
-                size = math.prod(info.shape)
-                yield name, drawn.repeat(-(-size // _DRAWN))[:size].view(info.shape)
+        return (torch.rand(_DRAWN, generator=generator) - 0.5).mul_(0.02 * math.sqrt(12)).to(torch.bfloat16)
 
     def read_tokenizer(self) -> Tokenizer | None:
         return None

@@ -20,7 +20,7 @@ source takes the model's own weights instead, and says how far the logits are of
 
 Example: quatrain export --adapter runs/first --format ollama --out first-ollama
 """
-ENGINE = ("quantize", "double_quant", "kernels")
+ENGINE = ("quantize", "double_quant")
 
 
 @with_options(Group("Export", ExportOptions), Group("How it was trained", InstructConfig, ENGINE))

@@ -196,7 +196,7 @@ def _trained_on(job: Job) -> str:
 def _nf4(job: Job, base: str) -> Nf4Base | None:
     if base == "source":
         return None
-    backend = select_backend("cpu", torch.float32, job.engine.kernels, torch.get_num_threads())
+    backend = select_backend("cpu", torch.float32, "auto", torch.get_num_threads())
     return Nf4Base(job.engine.double_quant, backend.quantize)
 
 
