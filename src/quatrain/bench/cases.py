@@ -6,7 +6,7 @@ Legend: T tokens in rows of equal length, H hidden, I intermediate, Hq/Hk heads,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -38,7 +38,9 @@ class Kernels:
         spec = world.spec
         chunk = min(world.tokens, backend.head_chunk(spec.hidden_size, spec.vocab_size))
         logits = torch.empty(chunk, spec.vocab_size if backend.keeps_logits else 0)
-        scratch = torch.empty(backend.scratch_bytes(world.sizes(chunk)), dtype=torch.uint8)
+        one = replace(world.sizes(chunk), tokens=1)
+        needs = backend.scratch_bytes(world.sizes(chunk)), backend.decode_scratch_bytes(one)
+        scratch = torch.empty(max(needs), dtype=torch.uint8)
         return cls(backend.bind(scratch), logits, backend.quantize, backend.dequantize)
 
 
@@ -99,6 +101,7 @@ def cases(world: World, dense: Callable[[torch.Tensor, Nf4Tensor], None]) -> Ite
         yield from _linears(world, group, dense)
     yield from _rope(world)
     yield from _attention(world)
+    yield _cached_attention(world)
     yield from _swiglu(world)
     yield _head_loss(world)
     yield from _optimizer(world)
@@ -151,6 +154,12 @@ def _linears(w: World, names: tuple[str, ...], dense: Callable[[torch.Tensor, Nf
             f"{label} lora_down", lambda k: k.ops.lora_down_forward([down], x, linears, None), (down,),
             partial(peers.lora_down, x, linears[0]),
         )  # fmt: skip
+    one, one_residual = x[:1].clone(), None if residual is None else residual[:1].clone()
+    few, few_u = [w.empty(1, out.shape[1]) for out in outs], [w.empty(1, w.rank) for _ in weights]
+    yield Case(
+        f"{label} decode", lambda k: k.ops.linear_lora_decode(few, few_u, one, linears, None, residual=one_residual),
+        (*few, *few_u), partial(peers.linear_forward, one, linears, weights, one_residual),
+    )  # fmt: skip
     dx, douts = w.empty(*x.shape), [w.random(*out.shape) for out in outs]
     kept = list(peers.linear_forward(x, linears, weights, residual)[len(names) :])
     grads = [grad for linear in linears if linear.lora for grad in (linear.lora.dA, linear.lora.dB)]
@@ -194,6 +203,19 @@ def _attention(w: World) -> Iterator[Case]:
         "attention backward",
         lambda kernels: kernels.ops.attention_backward(dq, dk, dv, dout, kept, kept_lse, q, k, v, bounds, scale, None),
         (dq, dk, dv), peers.backward(partial(peers.attention, row=w.row), [q, k, v], dout),
+    )  # fmt: skip
+
+
+def _cached_attention(w: World) -> Case:
+    """One new token after `row` - 1 others."""
+    s, lengths = w.spec, torch.tensor([w.row])
+    q, out = (make(1, s.num_heads, s.head_dim) for make in (w.random, w.empty))
+    keys, values = (w.random(1, w.row, s.num_kv_heads, s.head_dim) for _ in range(2))
+    k, v, scale = keys[:, -1].clone(), values[:, -1].clone(), float(s.head_dim**-0.5)
+    return Case(
+        "attention decode",
+        lambda kernels: kernels.ops.cached_attention_forward(out, q, k, v, keys, values, lengths, scale, None),
+        (out,), lambda: (peers.cached_attention(q, keys, values),),
     )  # fmt: skip
 
 

@@ -157,6 +157,7 @@ _READ_AND_WRITTEN = {"rope_forward": 1, "rope_backward": 1, "adamw_step": 3}
 
 _FLOPS: dict[str, FlopCount] = {
     "linear_lora_forward": lambda a: _linear_flops(a[2].shape[0], a[3], 1),
+    "linear_lora_decode": lambda a: _linear_flops(a[2].shape[0], a[3], 1),
     "linear_lora_backward": lambda a: _linear_flops(a[2].shape[0], a[4], 2),
     "lora_down_forward": lambda a: _down_flops(a[1], a[2]),
     "attention_forward": lambda a: _attention_flops(a[2], a[5], a[7], 2),
