@@ -79,8 +79,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, row: int) -> to
 
 def cached_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """One token's queries q [1, Hq, D] over keys and values [1, S, Hk, D] -> [1, Hq, D]."""
-    past = (x.transpose(1, 2).repeat_interleave(q.shape[1] // x.shape[2], dim=1) for x in (keys, values))
-    return F.scaled_dot_product_attention(q[:, :, None], *past)[:, :, 0]
+    k, v = (x.transpose(1, 2).repeat_interleave(q.shape[1] // x.shape[2], dim=1) for x in (keys, values))
+    return F.scaled_dot_product_attention(q[:, :, None], k, v)[:, :, 0]
 
 
 def head_loss(hidden: torch.Tensor, targets: torch.Tensor, head: torch.Tensor) -> Tensors:
