@@ -10,15 +10,15 @@ import torch
 
 from quatrain.bench import peers
 from quatrain.bench.kernels import gate, measure_kernels, table
-from quatrain.bench.shapes import SHAPES
 from quatrain.errors import KernelError
+from quatrain.model.shapes import shape_spec
 from quatrain.model.spec import ModelSpec, RopeSpec
 from quatrain.ops import library
 from quatrain.ops.select import Backend, Ops, select_backend
 from quatrain.profile.limits import Limits
 
 TINY = replace(
-    SHAPES["qwen2.5-0.5b"], vocab_size=300, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
+    shape_spec("qwen2.5-0.5b"), vocab_size=300, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=16, rope=RopeSpec(theta=10_000.0, rotary_dim=16), windows=(None, None),
 )  # fmt: skip
 NOT_A_KERNEL = {"rope_tables", "dropout_keys", "clip_scale", "rope_backward"}
@@ -94,8 +94,7 @@ def test_random_weights_are_a_model(spec: ModelSpec = TINY) -> None:
     from quatrain.bench.shapes import RandomWeights
     from quatrain.checkpoint.load import load_params
 
-    source = RandomWeights("smollm2-135m")
-    source.spec = spec
+    source = RandomWeights("tiny", spec)
     params = load_params(source, quantize="none", double_quant=True, compute_dtype=torch.float32)
     gate_proj = params.blocks[1].linears["gate_proj"].weight
     assert isinstance(gate_proj, torch.Tensor)

@@ -58,7 +58,7 @@ def test_a_step_that_does_not_fit_is_a_line(model: str, capsys: pytest.CaptureFi
         (["--only", "all"], "want kernels or steps, got 'all'"),
         (["--steps-tokens", "512;1024"], "want numbers of tokens"),
         (["--tokens", "700"], "700 tokens are no whole number of rows of 512"),
-        (["--shape", "gpt-5"], "no shape 'gpt-5'"),
+        (["--shape", "gpt-5"], "'gpt-5' is not listed"),
         (["--compute-dtype", "fp64"], "bench measures bf16 and fp32"),
         (["smollm2-135m", "--shape", "smollm2-135m"], "contradict each other"),
     ],

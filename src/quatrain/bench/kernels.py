@@ -78,16 +78,27 @@ def gate(spec: ModelSpec, rank: int, dtype: torch.dtype, backend: Backend) -> No
     world = World(spec, GATE_TOKENS, GATE_ROW, rank, dtype, reference.quantize)
     ours, theirs = Kernels.bind(backend, world), Kernels.bind(reference, world)
     for case in cases(world, dequantize):
-        start = [tensor.clone() for tensor in case.writes]
-        with backend.running():
-            got = _outputs(case, ours)
-        for tensor, before in zip(case.writes, start, strict=True):
-            tensor.copy_(before)
-        want = _outputs(case, theirs)
-        _compare(f"{case.name}, {backend.name}", got, want, BOUNDS[dtype])
+        got, want = run_both(case, ours, theirs, backend)
+        _require(f"{case.name}, {backend.name}", got, want, BOUNDS[dtype])
         if case.peer is not None:
             peer = case.peer()
-            _compare(f"{case.name}, torch", peer, want[: len(peer)], BOUNDS[dtype])
+            _require(f"{case.name}, torch", peer, want[: len(peer)], BOUNDS[dtype])
+
+
+def run_both(case: Case, ours: Kernels, theirs: Kernels, backend: Backend) -> tuple[list[torch.Tensor], ...]:
+    """The outputs of a case on `ours`, the kernels of `backend`, and on `theirs`, from the same start."""
+    start = [tensor.clone() for tensor in case.writes]
+    with backend.running():
+        got = _outputs(case, ours)
+    for tensor, before in zip(case.writes, start, strict=True):
+        tensor.copy_(before)
+    return got, _outputs(case, theirs)
+
+
+def relative_errors(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> list[float]:
+    """For each output the norm of its error relative to its own; 0 where both are 0."""
+    pairs = [(ours.double(), theirs.double()) for ours, theirs in zip(got, want, strict=True)]
+    return [0.0 if ours.equal(theirs) else float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
 
 
 def _outputs(case: Case, kernels: Kernels) -> list[torch.Tensor]:
@@ -95,13 +106,11 @@ def _outputs(case: Case, kernels: Kernels) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in (case.writes if made is None else made)]
 
 
-def _compare(what: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], bound: float) -> None:
-    for number, (ours, theirs) in enumerate(zip(got, want, strict=True)):
-        size = float(theirs.double().norm())
-        error = float((ours.double() - theirs.double()).norm())
-        if not error <= bound * size:  # NaN is no agreement either
+def _require(what: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor], bound: float) -> None:
+    for number, error in enumerate(relative_errors(got, want)):
+        if not error <= bound:  # NaN is no agreement either
             raise KernelError(
-                f"{what}: output {number} differs from the reference by {error / size:.2e} of its norm, "
+                f"{what}: output {number} differs from the reference by {error:.2e} of its norm, "
                 f"want at most {bound:.0e}",
                 hint="a number without a right result means nothing; please report this with `quatrain doctor`",
             )

@@ -12,28 +12,8 @@ from quatrain.checkpoint.open import open_source
 from quatrain.checkpoint.source import ModelSource, TensorInfo
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.errors import ConfigError
-from quatrain.model.spec import ModelSpec, RopeSpec
-
-QKV = frozenset({"q_proj", "k_proj", "v_proj"})
-
-SHAPES = {
-    "smollm2-135m": ModelSpec(
-        family="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
-        num_kv_heads=3, head_dim=64, rms_norm_eps=1e-5, rope=RopeSpec(theta=100_000.0, rotary_dim=64),
-        max_position_embeddings=8192, tie_word_embeddings=True, windows=(None,) * 30,
-    ),
-    "qwen2.5-0.5b": ModelSpec(
-        family="qwen2", vocab_size=151936, hidden_size=896, intermediate_size=4864, num_layers=24, num_heads=14,
-        num_kv_heads=2, head_dim=64, rms_norm_eps=1e-6, rope=RopeSpec(theta=1_000_000.0, rotary_dim=64),
-        max_position_embeddings=32768, tie_word_embeddings=True, windows=(None,) * 24, biased=QKV,
-    ),
-    "qwen2.5-1.5b": ModelSpec(
-        family="qwen2", vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12,
-        num_kv_heads=2, head_dim=128, rms_norm_eps=1e-6, rope=RopeSpec(theta=1_000_000.0, rotary_dim=128),
-        max_position_embeddings=32768, tie_word_embeddings=True, windows=(None,) * 28, biased=QKV,
-    ),
-}  # fmt: skip
-"""The published shapes, by the name that `--shape` takes."""
+from quatrain.model.shapes import shape_spec
+from quatrain.model.spec import ModelSpec
 
 _DRAWN = (1 << 20) + 7
 """Random values that are drawn once and repeated: drawing billions would take longer than the measurement. An odd
@@ -41,14 +21,13 @@ number, so that the rows of a weight differ."""
 
 
 class RandomWeights(ModelSource):
-    """A model of one of `SHAPES`: weights uniform with standard deviation 0.02, norms 1, no tokenizer."""
+    """A model of a well-known shape (`model/shapes.py`), or of `spec` under this name: weights uniform with standard
+    deviation 0.02, norms 1, no tokenizer."""
 
     files = ()
 
-    def __init__(self, shape: str) -> None:
-        if shape not in SHAPES:
-            raise ConfigError(f"shape: no shape {shape!r}", hint=f"choose one of {', '.join(SHAPES)}")
-        self.name, self.spec = f"random weights, shape {shape}", SHAPES[shape]
+    def __init__(self, shape: str, spec: ModelSpec | None = None) -> None:
+        self.name, self.spec = f"random weights, shape {shape}", spec or shape_spec(shape)
 
     def inventory(self) -> dict[str, TensorInfo]:
         shapes = names.expected_shapes(self.spec)
