@@ -29,7 +29,7 @@ def test_everything_is_measured_and_kept(model: str, tmp_path: Path, capsys: pyt
     limits = report["limits"]
     assert {*limits["flops_per_second"]} == {"bf16", "fp32"} and min(limits["flops_per_second"].values()) > 1e8
     assert limits["bytes_per_second"] > 1e8
-    assert len(report["rows"]) == 23
+    assert len(report["rows"]) == 28
     for row in report["rows"]:
         assert row["ms"] > 0 and 0 < row["percent_of_peak"] < 110, row
     assert [step["tokens"] for step in report["steps"]] == [32, 64]
@@ -44,7 +44,7 @@ def test_one_part_alone(model: str, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     assert main(["bench", model, *QUICK, "--only", "kernels", "--kernels", "reference", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
-    assert report["kernels"] == "reference" and len(report["rows"]) == 23 and report["steps"] == []
+    assert report["kernels"] == "reference" and len(report["rows"]) == 28 and report["steps"] == []
 
 
 def test_a_step_that_does_not_fit_is_a_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
