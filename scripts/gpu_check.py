@@ -189,7 +189,9 @@ def run_section(options: argparse.Namespace) -> int:
     rows: Iterator[Row] = getattr(module, name)(where, *([dtype] if dtype else []))
     with options.out.open("a", encoding="utf-8") as out:
         for row in rows:
-            print(json.dumps(row), file=out, flush=True)
+            print(
+                json.dumps({key: None if value != value else value for key, value in row.items()}), file=out, flush=True
+            )
     return 0
 
 

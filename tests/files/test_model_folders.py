@@ -17,7 +17,7 @@ from quatrain.checkpoint.open import open_source
 from quatrain.errors import ModelError
 from quatrain.model.spec import LINEARS
 from quatrain.ops.nf4 import Nf4Tensor
-from quatrain.ops.nf4.reference import quantize
+from quatrain.ops.nf4.reference import block_absmax, quantize
 
 
 def saved(folder, name: str = "llama", **options):
@@ -180,9 +180,11 @@ def test_all_misfits_are_reported_together(tmp_path):
 
 
 def test_known_buffers_are_ignored(tmp_path):
-    folder, _ = saved(tmp_path)
+    folder, state = saved(tmp_path)
     edit_weights(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
-    params_of(folder)
+    assert torch.equal(
+        params_of(folder).blocks[0].linears["q_proj"].weight, state["model.layers.0.self_attn.q_proj.weight"]
+    )
 
 
 @pytest.mark.parametrize("mode", ["nf4", "none"])
@@ -213,7 +215,9 @@ def test_h6_zero_weights_are_no_fault(tmp_path):
     """H6: zeros that are zeros in the file."""
     folder, _ = saved(tmp_path)
     edit_weights(folder, lambda t: t["model.layers.0.mlp.up_proj.weight"].zero_())
-    params_of(folder, "nf4")
+    loaded = params_of(folder, "nf4", double_quant=False).blocks[0].linears["up_proj"].weight
+    assert isinstance(loaded, Nf4Tensor)
+    assert not torch.any(block_absmax(loaded))
 
 
 def test_one_tensor_at_a_time(tmp_path):

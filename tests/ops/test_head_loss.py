@@ -87,3 +87,24 @@ def test_losses_alone(memory: GuardedMemory, ops: Ops, dtype: torch.dtype) -> No
 def test_large_logits_stay_finite(memory: GuardedMemory, fp32_ops: Ops) -> None:
     losses, dhidden, *_ = run(memory, fp32_ops, torch.float32, CASES["all"], 4, size=1e4)
     assert bool(torch.isfinite(losses).all()) and bool(torch.isfinite(dhidden).all())
+
+
+def test_nearly_sure_predictions_keep_their_gradient(
+    memory: GuardedMemory, implementation: Implementation, ops: Ops
+) -> None:
+    """The gradient at the target is p - 1, here about -1e-4, and the gradient of the row nearly that times the target's
+    row of the head. From a probability rounded to the compute dtype it would be zero in bf16."""
+    dtype, width, v = implementation.dtype, 64, 40
+    if not implementation.native and dtype == torch.bfloat16:
+        pytest.skip("the reference makes bf16 logits with torch's bf16 product")
+    head = torch.eye(width, dtype=torch.float64)[:v]
+    hidden, targets = torch.zeros(3, width, dtype=torch.float64), torch.tensor([0, 17, 39])
+    hidden[torch.arange(3), targets] = 13.0  # exact in bf16: the logits are 13 and 0
+    losses, dhidden = memory.output(3, dtype=tol.accumulator(dtype)), memory.output(3, width, dtype=dtype)
+    logits = memory.output(3, v, dtype=tol.accumulator(dtype))
+    ops.head_loss(losses, dhidden, hidden.to(dtype), torch.arange(3), targets, head.to(dtype), logits)
+    p = (hidden @ head.T).softmax(-1)
+    want = (p - torch.nn.functional.one_hot(targets, v)) @ head
+    # exp and the logarithm of the sum in the accumulator: a loss of 1e-4 is a difference of numbers of size 13.
+    room = 13 * tol.elementwise(tol.accumulator(dtype), 4) + tol.elementwise(dtype, 2) * float(want.abs().max())
+    assert float((dhidden.double() - want).abs().max()) <= room

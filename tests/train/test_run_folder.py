@@ -114,7 +114,9 @@ def test_resume_needs_no_option_again() -> None:
 
 
 def test_the_same_option_again_is_no_conflict() -> None:
-    settings_for_resume({"out": "o", "resume": "yes", "weight_decay": "1e-1", "data": ["elsewhere/d.jsonl"]}, saved())
+    again = {"out": "o", "resume": "yes", "weight_decay": "1e-1", "data": ["elsewhere/d.jsonl"]}
+    settings, _ = settings_for_resume(again, saved())
+    assert settings.engine.weight_decay == 0.1 and settings.run.data == ["elsewhere/d.jsonl"]
 
 
 @pytest.mark.parametrize(
