@@ -40,7 +40,10 @@ class RandomWeights(ModelSource):
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=torch.bfloat16)
         size = math.prod(shape)
-        return self._drawn.repeat(-(-size // _DRAWN))[:size].view(shape)
+        weight = torch.empty(size, dtype=torch.bfloat16)  # of its own size: a slice would keep all that was drawn
+        for piece in weight.split(_DRAWN):
+            piece.copy_(self._drawn[: piece.numel()])
+        return weight.view(shape)
 
     @cached_property
     def _drawn(self) -> torch.Tensor:
