@@ -40,10 +40,9 @@ struct Attention {
   }
   // -inf where the query (lanes, from `query`) must not see key `key`.
   static f32x16 masked(const Shape &s, f32x16 score, int64_t key, int64_t query) {
-    i32x16 lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = static_cast<int32_t>(query + i);
+    const i32x16 lane = lane_numbers() + static_cast<int32_t>(query);
     const int32_t k = static_cast<int32_t>(key);
-    i32x16 hidden = lane < k;
+    auto hidden = lane < k;
     if (s.window) hidden |= lane >= k + static_cast<int32_t>(s.window);
     return select(hidden, splat(-INFINITY), score);
   }

@@ -1,9 +1,5 @@
 // What every kernel file shares: bf16, 16-lane vectors, and the work description of a context.
 //
-// Vectors are GCC/Clang vector extensions of 16 floats on every architecture. The compiler lowers them to what the file's
-// flags allow (one zmm, two ymm, four NEON registers, scalars), and the lane structure, hence every reduction order, is the
-// same everywhere.
-//
 // QT_ISA is a namespace of its own for each ISA the library is built for: no two versions of an inline function may meet
 // in the linker, or a weak CPU could be given a strong one.
 #pragma once
@@ -16,12 +12,13 @@
 #include <immintrin.h>
 #endif
 
-#include "pool.h"
-#include "quatrain.h"
-
 #ifndef QT_ISA
 #error "compile with -DQT_ISA=portable, avx2, avx512, avx512_bf16 or amx_bf16"
 #endif
+
+#include "pool.h"
+#include "quatrain.h"
+#include "vectors.h"
 
 namespace qt::QT_ISA {
 
@@ -29,25 +26,8 @@ struct bf16 {
   uint16_t bits;
 };
 
-using f32x16 = float __attribute__((vector_size(64)));
-using i32x16 = int32_t __attribute__((vector_size(64)));
-using u32x16 = uint32_t __attribute__((vector_size(64)));
-using u16x16 = uint16_t __attribute__((vector_size(32)));
-// Unaligned ones, as typedefs: Clang ignores `aligned` in an alias declaration.
-typedef float f32x16_u __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t u16x16_u __attribute__((vector_size(32), aligned(2), may_alias));
-
 constexpr int64_t kLanes = 16;
 constexpr int64_t kAlign = 64;
-
-// The same bits as another vector type.
-template <class To, class From>
-inline To as(From x) {
-  static_assert(sizeof(To) == sizeof(From), "");
-  To out;
-  std::memcpy(&out, &x, sizeof(out));
-  return out;
-}
 
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 inline int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
@@ -78,26 +58,21 @@ inline bf16 from_float<bf16>(float x) {
   return bf16{bf16_bits(x)};
 }
 
-inline f32x16 splat(float x) { return f32x16{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline f32x16 splat(float x) { return splat_to<f32x16>(x); }
 
 // 16 contiguous elements as floats, and back.
-inline f32x16 load16(const float *p) { return *reinterpret_cast<const f32x16_u *>(p); }
-inline f32x16 load16(const bf16 *p) {
-  const u16x16 narrow = *reinterpret_cast<const u16x16_u *>(p);
-  const u32x16 wide = __builtin_convertvector(narrow, u32x16) << 16;
-  return as<f32x16>(wide);
-}
-inline void store16(float *p, f32x16 x) { *reinterpret_cast<f32x16_u *>(p) = x; }
+inline f32x16 load16(const float *p) { return load<f32x16>(p); }
+inline f32x16 load16(const bf16 *p) { return as<f32x16>(load_widened<u32x16>(&p->bits) << 16); }
+inline void store16(float *p, f32x16 x) { store(p, x); }
 inline void store16(bf16 *p, f32x16 x) {
 #if defined(__AVX512BF16__)
-  const u16x16 narrow = as<u16x16>(_mm512_cvtneps_pbh(as<__m512>(x)));  // the same rounding; denormals become zero
-  *reinterpret_cast<u16x16_u *>(p) = narrow;
+  const __m256bh narrow = _mm512_cvtneps_pbh(as<__m512>(x));  // the same rounding; denormals become zero
+  std::memcpy(p, &narrow, sizeof(narrow));
 #else
   const u32x16 bits = as<u32x16>(x);
   const u32x16 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const u32x16 nan = (bits >> 16) | 0x40u;
-  const u32x16 is_nan = as<u32x16>((bits & 0x7FFFFFFFu) > 0x7F800000u);
-  *reinterpret_cast<u16x16_u *>(p) = __builtin_convertvector((nan & is_nan) | (rounded & ~is_nan), u16x16);
+  const auto is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  store_narrowed(&p->bits, select(is_nan, (bits >> 16) | 0x40u, rounded));
 #endif
 }
 
@@ -117,17 +92,22 @@ inline void store_part(T *p, f32x16 x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = from_float<T>(lanes[i]);
 }
 
-// Lanes summed pairwise, always in the same order.
-inline float sum_lanes(f32x16 x) {
+// Lanes summed pairwise, always in the same order: the upper half onto the lower one.
+template <class V>
+inline float sum_lanes(V x) {
+  if constexpr (Traits<V>::is_pair) {
+    return sum_lanes(x.low + x.high);
+  } else {
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(as<__m512>(x));
+    return _mm512_reduce_add_ps(as<__m512>(x));
 #else
-  alignas(64) float v[kLanes];
-  store16(v, x);
-  for (int64_t half = kLanes / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) v[i] += v[i + half];
-  return v[0];
+    alignas(kRegister) float v[kLanesOf<V>];
+    store(v, x);
+    for (int64_t half = kLanesOf<V> / 2; half > 0; half /= 2)
+      for (int64_t i = 0; i < half; ++i) v[i] += v[i + half];
+    return v[0];
 #endif
+  }
 }
 inline float max_lanes(f32x16 x) {
 #if defined(__AVX512F__)
@@ -141,21 +121,24 @@ inline float max_lanes(f32x16 x) {
 #endif
 }
 
-using f64x8 = double __attribute__((vector_size(64)));
-using f32x8 = float __attribute__((vector_size(32)));
+// 0, 1, .. 15.
+inline i32x16 lane_numbers() {
+  alignas(64) static constexpr int32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load<i32x16>(kNumbers);
+}
+
 // Sums of squares in fp64, sixteen at a time and always in the same order.
 struct Squares {
-  f64x8 low = {}, high = {};
+  decltype(widen(f32x16{})) sum = {};
   void add(f32x16 x) {
-    f32x8 halves[2];
-    std::memcpy(halves, &x, sizeof(x));
-    const f64x8 a = __builtin_convertvector(halves[0], f64x8), b = __builtin_convertvector(halves[1], f64x8);
-    low += a * a;
-    high += b * b;
+    const auto wide = widen(x);
+    sum += wide * wide;
   }
   double total() const {
-    const f64x8 lanes = low + high;
-    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+    double v[kLanes];
+    std::memcpy(v, &sum, sizeof(v));
+    for (int64_t i = 0; i < kLanes / 2; ++i) v[i] += v[i + kLanes / 2];
+    return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
   }
 };
 
@@ -169,17 +152,13 @@ inline f32x16 reciprocal16(f32x16 x) {
 #endif
 }
 
-inline f32x16 select(i32x16 mask, f32x16 yes, f32x16 no) {
-  const i32x16 bits = (mask & as<i32x16>(yes)) | (~mask & as<i32x16>(no));
-  return as<f32x16>(bits);
-}
 inline f32x16 max(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 inline f32x16 min(f32x16 a, f32x16 b) { return select(a < b, a, b); }
 
 #if defined(__AVX512F__)
 // e^x to 2 ULP: 2^n p(r), n = round(x / ln 2), r = x - n ln 2 in two parts, p of degree 6 (Cephes' expf coefficients).
 // The scale instruction takes care of underflow and overflow.
-inline f32x16 exp16(f32x16 x) {
+QT_INLINE f32x16 exp16(f32x16 x) {
   const __m512 v = _mm512_min_ps(_mm512_set1_ps(104.0f), as<__m512>(x));  // NaN in, NaN out
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504088896341f)), 8);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);
@@ -198,7 +177,7 @@ inline f32x16 exp16(f32x16 x) {
 #else
 // e^x to 2 ULP: 2^n p(r), n = round(x / ln 2), r = x - n ln 2 in two parts, p of degree 6 (Cephes' expf coefficients).
 // Below -87.3 the result is 0; above 88.7 it is infinity; NaN gives NaN.
-inline f32x16 exp16(f32x16 x) {
+QT_INLINE f32x16 exp16(f32x16 x) {
   const f32x16 clamped = min(max(x, splat(-88.0f)), splat(88.8f));
   const f32x16 scaled = clamped * 1.44269504088896341f;
   const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -214,8 +193,8 @@ inline f32x16 exp16(f32x16 x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   // n = 128 would overflow the exponent field: scale in two steps.
-  const i32x16 half = (__builtin_convertvector(n, i32x16) >> 1);
-  const i32x16 low = (half + 127) << 23, high = (__builtin_convertvector(n, i32x16) - half + 127) << 23;
+  const i32x16 half = (convert<i32x16>(n) >> 1);
+  const i32x16 low = (half + 127) << 23, high = (convert<i32x16>(n) - half + 127) << 23;
   f32x16 out = p * as<f32x16>(low) * as<f32x16>(high);
   out = select(x < splat(-87.3f), splat(0.0f), out);
   return select(x == x, out, x);

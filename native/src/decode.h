@@ -51,30 +51,24 @@ struct WideDot {
     const f32x16 values = load16(rounded);
     std::memcpy(&table, &values, sizeof(table));
   }
-  static Vector lookup(const Table &table, i32x16 index) {
+  template <class V>
+  static auto lookup(const Table &table, Pair<V> index) {
+    return Pair<decltype(lookup(table, index.low))>{lookup(table, index.low), lookup(table, index.high)};
+  }
+  static f32r lookup(const Table &table, i32r index) {
 #if defined(__AVX512F__)
-    return as<f32x16>(_mm512_permutexvar_ps(as<__m512i>(index), table.values));
+    return as<f32r>(_mm512_permutexvar_ps(as<__m512i>(index), table.values));
 #elif defined(__AVX2__)
-    struct Halves {
-      __m256i index[2];
-    };
-    Halves h = as<Halves>(index);
-    for (__m256i &i : h.index)  // bit 3 of an index, moved to the sign, chooses between the halves of the table
-      i = as<__m256i>(_mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, i), _mm256_permutevar8x32_ps(table.high, i),
-                                       as<__m256>(_mm256_slli_epi32(i, 28))));
-    return as<f32x16>(h);
+    const __m256i i = as<__m256i>(index);  // its bit 3, moved to the sign, chooses between the halves of the table
+    return as<f32r>(_mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, i), _mm256_permutevar8x32_ps(table.high, i),
+                                     as<__m256>(_mm256_slli_epi32(i, 28))));
 #else
-    f32x16 out;
-    for (int i = 0; i < kLanes; ++i) out[i] = table.values[index[i]];
-    return out;
+    return f32r{table.values[index[0]], table.values[index[1]], table.values[index[2]], table.values[index[3]]};
 #endif
   }
   // The even and the odd ones of 2 * kStep weights.
   static void unpack(Vector &even, Vector &odd, const uint8_t *codes, const Table &table) {
-    using u8x16 = uint8_t __attribute__((vector_size(16)));
-    u8x16 bytes;
-    std::memcpy(&bytes, codes, sizeof(bytes));
-    const i32x16 wide = __builtin_convertvector(bytes, i32x16);
+    const i32x16 wide = load_widened<i32x16>(codes);
     even = lookup(table, wide >> 4);
     odd = lookup(table, wide & 15);
   }

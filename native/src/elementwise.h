@@ -82,7 +82,7 @@ int rope(Pool &pool, T *x, const float *cos, const float *sin, float sign, int64
 }
 
 // exp is cut at e^80: far beyond where 1 / (1 + e^-x) is below every float that matters, and far from overflow.
-inline f32x16 sigmoid16(f32x16 x) { return reciprocal16(1.0f + exp16(min(-x, splat(80.0f)))); }
+QT_INLINE f32x16 sigmoid16(f32x16 x) { return reciprocal16(1.0f + exp16(min(-x, splat(80.0f)))); }
 
 // Flat over n elements, in pieces that do not depend on the thread count.
 template <class Body>

@@ -163,8 +163,7 @@ struct Head {
   // -inf in the lanes beyond the vocabulary.
   static f32x16 valid(f32x16 x, int64_t n) {
     if (n >= kLanes) return x;
-    for (int64_t i = n < 0 ? 0 : n; i < kLanes; ++i) x[i] = -INFINITY;
-    return x;
+    return select(lane_numbers() < static_cast<int32_t>(n), x, splat(-INFINITY));
   }
 
   static void gradient(Pool &pool, const Buffers &f, const Chunk &c, T *dhidden, const T *head) {

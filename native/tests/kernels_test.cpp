@@ -114,8 +114,10 @@ void check_parts() {
     Guarded<T> in(n), out(n);
     for (int64_t i = 0; i < n; ++i) in[i] = from_float<T>(static_cast<float>(i + 1));
     const f32x16 x = load_part(in.data(), n);
+    alignas(64) float lanes[16];
+    store16(lanes, x);
     for (int64_t i = 0; i < 16; ++i)
-      EXPECT(x[i] == static_cast<float>(i < n ? i + 1 : 0), "part of %d: lane %d is %g", int(n), int(i), x[i]);
+      EXPECT(lanes[i] == static_cast<float>(i < n ? i + 1 : 0), "part of %d: lane %d is %g", int(n), int(i), lanes[i]);
     store_part(out.data(), x, n);
     for (int64_t i = 0; i < n; ++i) EXPECT(to_float(out[i]) == static_cast<float>(i + 1), "part of %d: element %d", int(n), int(i));
   }
@@ -129,8 +131,9 @@ QT_ISA_TEST(parts_of_vectors) {
 
 QT_ISA_TEST(lanes_sum_and_max) {
   QT_NEEDS_ISA();
-  f32x16 x = splat(0.0f);
-  for (int i = 0; i < 16; ++i) x[i] = static_cast<float>(1 << i) * (i % 2 ? -1.0f : 1.0f);
+  alignas(64) float lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = static_cast<float>(1 << i) * (i % 2 ? -1.0f : 1.0f);
+  const f32x16 x = load16(lanes);
   EXPECT(sum_lanes(x) == -21845.0f, "sum is %g", sum_lanes(x));
   EXPECT(max_lanes(x) == 16384.0f, "max is %g", max_lanes(x));
   EXPECT(max_lanes(-x) == 32768.0f, "max is %g", max_lanes(-x));
@@ -170,8 +173,9 @@ QT_ISA_TEST(exp_is_accurate) {
 QT_ISA_TEST(exp_at_the_edges) {
   QT_NEEDS_ISA();
   const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
-  f32x16 x = {0.0f, -0.0f, inf, -inf, nan, -87.4f, -1e30f, 88.8f, 1e30f, 1e-30f, -1e-40f, 1e-45f, -nan, 89.0f, -88.0f, -1e38f};
-  const f32x16 y = exp16(x);
+  alignas(64) const float x[16] = {0.0f, -0.0f, inf, -inf, nan, -87.4f, -1e30f, 88.8f, 1e30f, 1e-30f, -1e-40f, 1e-45f, -nan, 89.0f, -88.0f, -1e38f};
+  alignas(64) float y[16];
+  store16(y, exp16(load16(x)));
   for (int i : {0, 1, 9, 10, 11}) EXPECT(y[i] == 1.0f, "e^%g is %g", x[i], y[i]);
   for (int i : {3, 6, 15}) EXPECT(y[i] == 0.0f, "e^%g is %g", x[i], y[i]);
   // Below the normal numbers: 0, or the exponential as a denormal where the instruction set gives it for free.
