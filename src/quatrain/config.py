@@ -20,6 +20,8 @@ Kernels = Literal["auto", "reference", "portable", "avx2", "avx512", "avx512_bf1
 ComputeDtype = Literal["auto", "bf16", "fp16", "fp32", "fp64"]
 CudaGraph = Literal["auto", "on", "off"]
 
+MOST_WEIGHT = 1000  # of a data source
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -72,11 +74,13 @@ class InstructConfig(Options):
     cuda_graph: CudaGraph = Field(
         "auto", description="replay each step on a GPU as one captured graph; on: fail where that is impossible"
     )
-    cache: bool = Field(True, description="keep the quantised base on disk, and map it from there at the next start")
+    cache: bool = Field(
+        True, description="keep the quantised base and the tokenised data on disk, for the next start to map"
+    )
     cache_dir: str | None = Field(
         None,
         min_length=1,
-        description="where it is kept; default: $QUATRAIN_CACHE_DIR, else quatrain in the user's cache folder",
+        description="where they are kept; default: $QUATRAIN_CACHE_DIR, else quatrain in the user's cache folder",
     )
     train_norms: bool = Field(False, description="train the RMSNorm weights too")
     seed: int = Field(42, ge=0, lt=2**31, description="one seed for init, split, order and dropout")
@@ -159,6 +163,11 @@ class DataOptions(Options):
         None,
         pattern=r"^\d{4}-\d{2}-\d{2}$",
         description="today, YYYY-MM-DD, for templates that print the date; default: the day of the run",
+    )
+    system_policy: Literal["template", "fold"] = Field(
+        "template",
+        description="what becomes of system texts: the template decides, or they are put in front of the first user "
+        "message with a blank line between, for templates that refuse or ignore them",
     )
     truncation: Literal["drop", "truncate"] = Field(
         "drop", description="a row longer than max_seq_len is dropped and counted, or loses its end"
@@ -262,12 +271,32 @@ class TrainOptions(Options):
         return self.epochs or 3
 
 
+class DataSource(Options):
+    """One entry of `data` with its weight, as YAML may spell it."""
+
+    path: str = Field(min_length=1, description="a file, a folder, a glob or a data set of the hub")
+    weight: float = Field(1.0, gt=0, le=MOST_WEIGHT, description="how many times an epoch takes its rows")
+
+
+def _data_source(entry: Any) -> Any:
+    """A mapping as a `DataSource`, with one message for whatever is wrong with it."""
+    if not isinstance(entry, dict):
+        return entry
+    try:
+        return DataSource(**entry)
+    except (ValidationError, TypeError) as error:
+        form = "{path: FILE, weight: NUMBER}"
+        raise ValueError(f"want {form}, weight above 0 and at most {MOST_WEIGHT}, got {entry}") from error
+
+
 class RunOptions(Options):
     """What to train on what, where the run folder is, and what to do with one that exists."""
 
     model: str = Field("", description="a model folder, a GGUF file, a hub id, or the alias smollm2-135m")
-    data: list[str] = Field(
-        default_factory=list, description="data files: JSONL, JSON, CSV or Parquet, also gzipped (repeatable)"
+    data: list[str | DataSource] = Field(
+        default_factory=list,
+        description="a data file (JSONL, JSON, CSV or Parquet, also gzipped), a folder of them, or hf:owner/name of "
+        "the hub; FILE@0.5 takes half of its rows each epoch, FILE@2 takes each twice (repeatable)",
     )
     out: str = Field("", description="the run folder of train: checkpoints, metrics and the adapter go there")
     resume: bool = Field(False, description="go on from the newest complete checkpoint in the run folder")
@@ -277,8 +306,9 @@ class RunOptions(Options):
 
     @field_validator("data", mode="before")
     @classmethod
-    def _one_file_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    def _one_source_is_a_list(cls, value: Any) -> Any:
+        entries = [value] if isinstance(value, str | dict) else value
+        return [_data_source(entry) for entry in entries] if isinstance(entries, list) else entries
 
     @model_validator(mode="after")
     def _resume_or_start_over(self) -> RunOptions:

@@ -53,11 +53,12 @@ def test_a_run_fills_it_and_the_next_one_repeats_it_bit_for_bit(train, folder, t
 
     assert train() == 0
     first = adapter()
-    (entry,) = listed(folder, capsys)["entries"]
-    assert entry["made"]["model"] == str(tmp_path / "model") and entry["bytes"] > 10_000
+    model, rows = sorted(listed(folder, capsys)["entries"], key=lambda entry: "model" not in entry["made"])
+    assert model["made"]["model"] == str(tmp_path / "model") and model["bytes"] > 10_000
+    assert rows["made"]["files"][0][0] == str(tmp_path / "rows.jsonl") and rows["bytes"] > 1000
     assert train() == 0 and adapter() == first
     assert train("--no-cache") == 0 and adapter() == first
-    assert len(listed(folder, capsys)["entries"]) == 1
+    assert len(listed(folder, capsys)["entries"]) == 2
 
 
 def test_no_cache_leaves_nothing_behind(train, folder, capsys):
@@ -67,25 +68,35 @@ def test_no_cache_leaves_nothing_behind(train, folder, capsys):
 
 def test_a_spoiled_entry_is_a_note_of_the_run(train, folder, capsys):
     assert train() == 0
-    (path,) = folder.iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
+    for path in folder.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
     capsys.readouterr()
     assert train() == 0
     said = capsys.readouterr().out
-    assert "note" in said and "is not used and will be written again" in said
+    assert "its entry for this model is not used and will be written again" in " ".join(said.split())
+    assert "its entry for these rows is not used and will be written again" in " ".join(said.split())
 
 
 def test_list_and_clear_in_words(train, folder, capsys):
     assert train() == 0 and train("--no-double-quant") == 0
     entries = listed(folder, capsys)["entries"]
+    assert [path.suffix for path in folder.iterdir()].count(".rows") == 1
     assert main(["cache", "--cache-dir", str(folder)]) == 0
     said = capsys.readouterr().out
-    for part in (entries[0]["key"][:12], "double quantisation", "used 20", "2 entries", str(folder), "MB"):
+    for part in (
+        entries[0]["key"][:12],
+        "double quantisation",
+        "rows of up to 64 tokens",
+        "used 20",
+        "3 entries",
+        str(folder),
+        "MB",
+    ):
         assert part in said
     assert main(["cache", "--cache-dir", str(folder), "--clear", entries[0]["key"][:12]]) == 0
     assert "1 entry deleted" in capsys.readouterr().out
-    assert [entry["key"] for entry in listed(folder, capsys)["entries"]] == [entries[1]["key"]]
-    assert [entry["key"] for entry in listed(folder, capsys, "--clear", "all")["deleted"]] == [entries[1]["key"]]
+    assert [entry["key"] for entry in listed(folder, capsys)["entries"]] == [entry["key"] for entry in entries[1:]]
+    assert len(listed(folder, capsys, "--clear", "all")["deleted"]) == 2
     assert list(folder.iterdir()) == []
 
 

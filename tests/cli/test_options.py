@@ -69,6 +69,8 @@ def test_another_trainer_s_switch_is_refused_with_our_name_for_it(tmp_path: Path
         ("eval_every: epoch", "eval_every", "epoch"),
         ("batch-size: 3", "batch_size", 3),
         ("data: one.jsonl", "data", ["one.jsonl"]),
+        ("data: [a.jsonl@2, {path: b@1, weight: 0.5}]", "data", ["a.jsonl@2", {"path": "b@1", "weight": 0.5}]),
+        ("data: {path: b.jsonl}", "data", [{"path": "b.jsonl", "weight": 1.0}]),
     ],
 )
 def test_the_declared_type_decides(tmp_path: Path, text: str, name: str, want: object) -> None:
@@ -146,6 +148,7 @@ OTHER_VALUES: dict[str, str] = {
     "adam_eps": "1e-6", "max_seq_len": "64", "max_grad_norm": "2", "clip": "none", "quantize": "none",
     "compute_dtype": "fp32", "checkpoint": "block", "device": "cpu", "seed": "7", "micro_batch_tokens": "4096",
     "memory_budget": "1GB", "kernels": "reference", "cache_dir": "elsewhere", "cuda_graph": "off",
+    "system_policy": "fold",
 }  # fmt: skip
 WITH = {"prompt_field": {"response_field": "a"}, "response_field": {"prompt_field": "q"}, "override": {"resume": True}}
 ALL_OPTIONS = {name: field for options in OPTION_SETS for name, field in options.model_fields.items()}
@@ -187,3 +190,10 @@ def test_no_two_groups_of_a_command_share_an_option() -> None:
 
 def test_a_group_takes_some_fields_of_a_set() -> None:
     assert list(Group("Sampling", GenerateConfig, ("top_k",)).fields()) == ["top_k"]
+
+
+@pytest.mark.parametrize("entry", ["{pth: a.jsonl}", "{path: a.jsonl, weight: 0}", "{path: a.jsonl, weight: half}"])
+def test_a_data_entry_that_cannot_be_is_refused_in_one_line(tmp_path: Path, entry: str) -> None:
+    with pytest.raises(ConfigError, match=r"data: want \{path: FILE, weight: NUMBER\}, weight above 0") as error:
+        resolve(tmp_path, f"data: [ok.jsonl, {entry}]")
+    assert str(error.value).count("want") == 1

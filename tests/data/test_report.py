@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 from data.toys import byte_level, write_jsonl
 
 from quatrain.config import DataOptions
@@ -22,9 +23,9 @@ ROWS = [
 
 
 def test_statistics() -> None:
-    assert Stats.of(range(1, 101)) == Stats(min=1, median=50.5, mean=50.5, p95=95, max=100, total=5050)
-    assert Stats.of([3]) == Stats(3, 3, 3.0, 3, 3, 3)
-    assert Stats.of([]) is None
+    assert Stats.of(np.arange(1, 101)) == Stats(min=1, median=50.5, mean=50.5, p95=95, max=100, total=5050)
+    assert Stats.of(np.array([3])) == Stats(3, 3, 3.0, 3, 3, 3)
+    assert Stats.of(np.array([])) is None
 
 
 def test_totals_agree_and_are_plain_json(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import torch
 from oracles import families
 
 from quatrain.checkpoint import cache as cache_module
-from quatrain.checkpoint.cache import BaseCache, Made, cache_folder
+from quatrain.checkpoint.cache import BaseCache, Made
 from quatrain.checkpoint.load import load_params
 from quatrain.checkpoint.open import open_source
+from quatrain.data.disk import cache_folder
 from quatrain.errors import ModelError
 from quatrain.model.params import ModelParams
 from quatrain.ops.nf4 import Nf4Tensor

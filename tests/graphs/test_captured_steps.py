@@ -259,7 +259,13 @@ def test_preparing_captures_the_largest_first_and_leaves_no_trace(tmp_path: Path
     train(prepared, 2), train(plain, 2)
     before = bits(prepared)
     steps = [[rows_of(lengths, 1)] * number for lengths in ([40, 12], [6, 9], [50, 40]) for number in (1, 2)]
-    prepared.prepare_steps(steps)
+    prepared.prepare_steps(
+        {
+            (max(tokens), max(sum(r.num_supervised for r in part) for part in step), len(step))
+            for step in steps
+            if (tokens := [sum(map(len, part)) for part in step])
+        }
+    )
     assert_same_bits(bits(prepared), before)
     assert prepared.engine.graphs is not None
     shapes = [(s["tokens"], s["micro_batches"]) for s in prepared.engine.graphs.report()["captured"]]

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from quatrain.config import TrainOptions
-from quatrain.data.row import IGNORE, Row
+from quatrain.data.row import Row
+from quatrain.data.rows import Rows
 from quatrain.optim.schedule import Schedule, warmup_steps_of
 from quatrain.train.batching import Batching
 from quatrain.train.interrupt import StopRequest
@@ -17,10 +18,10 @@ from quatrain.train.loop import Progress, TrainingLoop
 from quatrain.train.reporter import EvalRecord, Reporter, StepRecord
 
 
-def rows_of(number: int, tokens: int = 10) -> list[Row]:
+def rows_of(number: int, tokens: int = 10) -> Rows:
     """`number` rows of `tokens` tokens whose last half is supervised; the first id tells the rows apart."""
-    labels = (IGNORE,) * (tokens - tokens // 2) + tuple(range(1, tokens // 2 + 1))
-    return [Row((index, *range(tokens - 1)), labels, f"rows.jsonl:{index + 1}") for index in range(number)]
+    begin, answer = range(tokens - tokens // 2 - 1), range(1, tokens // 2 + 1)
+    return Rows.of(Row.from_pair((i, *begin), answer, f"rows.jsonl:{i + 1}") for i in range(number))
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from train.standin import rows_of
 
 from quatrain.config import TrainOptions
+from quatrain.data.row import Row
+from quatrain.data.rows import Rows
+from quatrain.errors import DataError
 from quatrain.train.batching import Batching, Step
 
 
-def sources(steps: list[Step]) -> list[str]:
+def sources(steps: Iterable[Step]) -> list[str]:
     return sorted(row.source for step in steps for micro_batch in step for row in micro_batch)
 
 
@@ -57,8 +62,26 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
     import random
 
     rows, options = rows_of(50), TrainOptions(batch_size=5, epochs=2)
-    first = Batching(rows, options, 3).epoch(1)
+    first = list(Batching(rows, options, 3).epoch(1))
     random.random()
-    assert Batching(rows, options, 3).epoch(1) == first
-    assert Batching(rows, options, 4).epoch(1) != first
-    assert Batching(rows, options, 3).epoch(0) != first
+    assert list(Batching(rows, options, 3).epoch(1)) == first
+    assert list(Batching(rows, options, 4).epoch(1)) != first
+    assert list(Batching(rows, options, 3).epoch(0)) != first
+
+
+def test_shapes_are_those_of_the_steps() -> None:
+    rows = Rows.of(row for tokens in (10, 30, 7, 50, 20) for row in rows_of(7, tokens))
+    for options in (TrainOptions(batch_size=3, accumulation=2), TrainOptions(batch_tokens=120)):
+        epoch = Batching(rows, options, 5, micro_batch_tokens=60).epoch(1)
+        assert epoch.shapes() == {
+            (max(sum(map(len, part)) for part in step), max(sum(r.num_supervised for r in part) for part in step),
+             len(step)) for step in epoch
+        }  # fmt: skip
+        assert epoch.largest_micro_batch == max(sum(map(len, part)) for step in epoch for part in step) <= 60
+        assert list(epoch.starting_at(2)) == list(epoch)[2:]
+
+
+def test_a_row_longer_than_a_step_of_tokens_is_named() -> None:
+    rows = Rows.of([*rows_of(3), Row.from_pair([1], [2] * 10, "rows.jsonl:7")])
+    with pytest.raises(DataError, match=r"rows\.jsonl:7: 11 tokens do not fit a step of 10"):
+        Batching(rows, TrainOptions(batch_tokens=10), 0).epoch(0)

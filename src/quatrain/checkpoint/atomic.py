@@ -6,7 +6,6 @@ and SHA-256 of every other file) is the last file written before the rename that
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quatrain.data.disk import sha256_of
 from quatrain.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -102,15 +102,6 @@ def write_file(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     os.replace(staging, path)
     fsync_folder(path.parent)
-
-
-def sha256_of(path: Path) -> str:
-    """Hex SHA-256 of a file's content, read in pieces of 1 MiB."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def fsync_folder(folder: Path) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import quatrain
 from quatrain.checkpoint.safetensors_file import SafetensorsFile, torch_dtypes
+from quatrain.data.disk import PARTIAL, Entry, delete_entries, entries_in
 from quatrain.errors import ModelError
 
 if TYPE_CHECKING:
@@ -36,20 +37,10 @@ if TYPE_CHECKING:
     from quatrain.ops.nf4 import Nf4Tensor
 
 FORMAT = 1
-ENVIRONMENT = "QUATRAIN_CACHE_DIR"
-SUFFIX, PARTIAL = ".safetensors", ".partial"
+SUFFIX = ".safetensors"
 _ALIGN = 64  # bytes, as torch aligns what it allocates
 _PARTS = ("codes", "absmax", "absmax_codes", "absmax2", "offset")
 _INFO = "quatrain"  # the metadata key of an entry's description
-
-
-def cache_folder(option: str | None) -> Path:
-    """Where entries are: the option, else $QUATRAIN_CACHE_DIR, else `quatrain` in the user's cache folder (XDG)."""
-    named = option or os.environ.get(ENVIRONMENT)
-    if named:
-        return Path(named).expanduser()
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "quatrain"
 
 
 @dataclass(frozen=True)
@@ -68,20 +59,6 @@ class Made:
         """32 hexadecimal digits. The model's name is not part of it: the same bytes under two names are one entry."""
         decisive = {name: value for name, value in asdict(self).items() if name != "model"}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One file of the cache as `quatrain cache` shows it. `made` is None where the file is not one of ours."""
-
-    path: Path
-    num_bytes: int
-    last_used: float  # seconds since the epoch
-    made: Made | None
-
-    @property
-    def key(self) -> str:
-        return self.path.name.removesuffix(SUFFIX)
 
 
 class BaseCache:
@@ -124,20 +101,14 @@ class BaseCache:
 
     def entries(self) -> list[Entry]:
         """Every entry, the last used first. Raises OSError when the folder cannot be read."""
-        paths = [path for path in self.folder.glob("*" + SUFFIX) if path.is_file()] if self.folder.is_dir() else []
-        found = [Entry(path, path.stat().st_size, path.stat().st_mtime, _describe(path)) for path in paths]
-        return sorted(found, key=lambda entry: -entry.last_used)
+        return entries_in(self.folder, SUFFIX, _describe)
 
     def clear(self, key: str | None = None) -> list[Entry]:
         """Deletes the entries whose key starts with `key`, or all of them and what unfinished writes have left.
 
         Returns what was deleted. Raises OSError when the system refuses."""
         gone = [entry for entry in self.entries() if key is None or entry.key.startswith(key)]
-        for entry in gone:
-            entry.path.unlink(missing_ok=True)
-        if key is None and self.folder.is_dir():
-            for path in self.folder.glob(".*" + PARTIAL):
-                path.unlink(missing_ok=True)
+        delete_entries(self.folder, gone, unfinished=key is None)
         return gone
 
     def _write(self, made: Made, parts: dict[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""`quatrain cache`: the quantised models that earlier runs have left on disk for the next start."""
+"""`quatrain cache`: the quantised models and tokenised data that earlier runs have left on disk for the next start."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import typer
 from quatrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from quatrain.checkpoint.cache import Entry
+    from quatrain.data.disk import Entry
 
 NAME = "cache"
-HELP = """List or clear the quantised models that are kept on disk.
+HELP = """List or clear what is kept on disk: quantised models and tokenised data.
 
-A model is quantised once; later starts map the result, as long as the model's files and the settings are the same.
+A model is quantised once, data files are tokenised once; later starts map the result, as long as the contents of the
+files, the template and the settings are the same.
 Every entry is verified in full before it is used: one that is damaged is written again, and all can be deleted any
 time. The folder is $QUATRAIN_CACHE_DIR, else quatrain in $XDG_CACHE_HOME or ~/.cache.
 
@@ -33,20 +34,24 @@ def command(
     cache_dir: Annotated[str | None, typer.Option("--cache-dir", metavar="FOLDER", help="another cache folder")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    from quatrain.checkpoint.cache import BaseCache, cache_folder
+    from quatrain.checkpoint.cache import BaseCache
     from quatrain.cli.console import block, megabytes, several, stdout
+    from quatrain.data.cache import RowCache
+    from quatrain.data.disk import cache_folder
 
-    cache = BaseCache(cache_folder(cache_dir))
+    folder = cache_folder(cache_dir)
+    caches = (BaseCache(folder), RowCache(folder))
     try:
-        entries = cache.entries()
+        shown = [entry for cache in caches for entry in cache.entries()]
         if clear is not None:
-            gone = cache.clear(None if clear == "all" else _one_key(clear, entries))
+            key = None if clear == "all" else _one_key(clear, shown)
+            shown = [entry for cache in caches for entry in cache.clear(key)]
     except OSError as error:
-        raise CheckpointError(f"{cache.folder}: {error.strerror or error}") from error
-    shown = entries if clear is None else gone
+        raise CheckpointError(f"{folder}: {error.strerror or error}") from error
+    shown.sort(key=lambda entry: -entry.last_used)
     total = sum(entry.num_bytes for entry in shown)
     if as_json:
-        facts = {"folder": str(cache.folder), "total_bytes": total}
+        facts = {"folder": str(folder), "total_bytes": total}
         print(json.dumps({**facts, "entries" if clear is None else "deleted": [_as_json(entry) for entry in shown]}))
         return
     console = stdout()
@@ -54,7 +59,7 @@ def command(
         block(console, "entries", _table(shown))
     what = several(len(shown), "entry").replace("entrys", "entries")
     done = f"{what} deleted" if clear is not None else what
-    block(console, "cache", [f"{cache.folder}: {done}, {megabytes(total)}"])
+    block(console, "cache", [f"{folder}: {done}, {megabytes(total)}"])
 
 
 def _one_key(clear: str, entries: list[Entry]) -> str:
@@ -81,8 +86,13 @@ def _table(entries: list[Entry]) -> list[str]:
 def _made_of(entry: Entry) -> str:
     if entry.made is None:
         return "not an entry of this version"
-    nested = ", double quantisation" if entry.made.double_quant else ""
-    return f"{entry.made.model}: nf4{nested}, {entry.made.compute_dtype}, version {entry.made.version}"
+    made = entry.made
+    if entry.path.suffix == ".rows":
+        names = [name for name, _ in made.files]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"{names[0]}{more}: rows of up to {made.settings['max_seq_len']} tokens, version {made.version}"
+    nested = ", double quantisation" if made.double_quant else ""
+    return f"{made.model}: nf4{nested}, {made.compute_dtype}, version {made.version}"
 
 
 def _as_json(entry: Entry) -> dict[str, Any]:

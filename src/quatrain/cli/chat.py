@@ -64,7 +64,7 @@ def prompt_maker(tokenizer: Tokenizer, options: dict[str, Any]) -> Callable[[lis
     from quatrain.data.render import ChatRenderer
     from quatrain.data.templates import choose_template
 
-    template = choose_template(tokenizer, options.get("chat_template"))
+    template = choose_template(tokenizer, options.get("chat_template"), options.get("system_policy", "template"))
     renderer = ChatRenderer(
         tokenizer, template, date=options.get("template_date"), allow_special=bool(options.get("allow_special"))
     )

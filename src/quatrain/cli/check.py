@@ -23,7 +23,7 @@ Example: quatrain check --model smollm2-135m rows.jsonl
 GROUPS = (
     Group("Run", RunOptions, ("model", "data")),
     Group("Data", DataOptions),
-    Group("Rows", InstructConfig, ("max_seq_len", "seed")),
+    Group("Rows", InstructConfig, ("max_seq_len", "seed", "cache", "cache_dir")),
 )
 
 
@@ -37,11 +37,12 @@ def command(
     from quatrain.checkpoint.open import open_source
     from quatrain.cli import report
     from quatrain.cli.console import stdout
+    from quatrain.data.disk import configured_folder
     from quatrain.data.pipeline import examine
     from quatrain.train.settings import Settings
 
     if files:
-        given["data"] = [*given.get("data", []), *files]
+        given["data"] = [*RunOptions(data=given.get("data", [])).data, *files]
     settings = Settings.resolve(given).require("model", "data")
     source = open_source(settings.run.model)
     tokenizer = source.tokenizer()
@@ -56,6 +57,7 @@ def command(
             max_seq_len=engine.max_seq_len,
             seed=engine.seed,
             vocab_rows=source.spec.vocab_size,
+            cache=configured_folder(engine),
             dump=file,
         )
     if as_json:

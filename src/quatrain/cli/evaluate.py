@@ -49,6 +49,7 @@ def command(
     from quatrain.cli.report import short_lines
     from quatrain.cli.use import open_for_use
     from quatrain.config import build
+    from quatrain.data.disk import configured_folder
     from quatrain.data.pipeline import prepare
 
     paths = [*(files or []), *(data or [])]
@@ -61,8 +62,11 @@ def command(
     engine = build(InstructConfig, {**it.engine, **{name: value for name, value in given.items() if name in ENGINE}})
     rows = it.source.spec.vocab_size
     prepared = prepare(
-        paths, options, it.tokenizer(), max_seq_len=engine.max_seq_len, seed=engine.seed, vocab_rows=rows
-    )
+        paths, options, it.tokenizer(), max_seq_len=engine.max_seq_len, seed=engine.seed, vocab_rows=rows,
+        cache=configured_folder(engine),
+    )  # fmt: skip
+    if any(source.weight != 1 for source in prepared.report.sources):
+        raise ConfigError("a weight has no meaning for eval: it takes every row of its files once")
     console = stdout()
     if not as_json:
         block(console, "model", [it.source.name + (f" with {it.adapter}" if it.adapter else ", without an adapter")])

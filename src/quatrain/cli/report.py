@@ -27,6 +27,7 @@ def short_lines(prepared: Prepared) -> list[str]:
         )
     if report.validation_rows:
         lines.append(f"{several(report.train_rows, 'row')} to train on, {count(report.validation_rows)} held out")
+    lines += _sources(report)
     if prepared.validation_report is not None:
         lines.append("validation file: " + _totals(prepared.validation_report))
         lines += _skipped(prepared.validation_report)
@@ -47,6 +48,8 @@ def full(console: Console, prepared: Prepared) -> None:
         if report.lengths and report.supervised:
             head = ["", "min", "median", "mean", "p95", "max", "total"]
             block(console, "tokens", columns([head, _row("a row", report.lengths), _row("learned", report.supervised)]))
+        if title == "" and (lines := _sources(report)):
+            block(console, "sources", lines)
         if report.notes:
             block(console, "notes", report.notes)
     if prepared.validation:
@@ -63,6 +66,17 @@ def _totals(report: DataReport) -> str:
     truncated = f", {count(report.truncated)} of them cut short" if report.truncated else ""
     skipped = count(report.read - report.used)
     return f"{several(report.read, 'row')} read, {count(report.used)} used{truncated}, {skipped} skipped"
+
+
+def _sources(report: DataReport) -> list[str]:
+    """What an epoch takes of each entry of `data`, where that is not simply all of one."""
+    if all(source.weight == 1 for source in report.sources) and len(report.sources) == 1:
+        return []
+    return [
+        f"{source.name}: {several(source.train, 'row')}"
+        + (f", weight {source.weight:g}: {count(source.epoch)} an epoch" if source.weight != 1 else "")
+        for source in report.sources
+    ]
 
 
 def _skipped(report: DataReport, places: bool = False) -> list[str]:

@@ -22,7 +22,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 # Data options of a training run that also say how text becomes a prompt later on.
 _PROMPT_OPTIONS = (
     "row_schema", "prompt_field", "response_field", "system_field", "system", "json_fields", "chat_template",
-    "template_date", "train_on_eos", "last_turn_only", "allow_special",
+    "system_policy", "template_date", "train_on_eos", "last_turn_only", "allow_special",
 )  # fmt: skip
 _ENGINE_OPTIONS = ("quantize", "double_quant", "compute_dtype", "max_seq_len", "cache", "cache_dir")
 
@@ -55,7 +55,9 @@ class InUse:
             tokenizer = self.tokenizer()
         except ConfigError:
             return None, None
-        template = choose_template(tokenizer, self.data.get("chat_template"))
+        template = choose_template(
+            tokenizer, self.data.get("chat_template"), self.data.get("system_policy", "template")
+        )
         date, special = self.data.get("template_date"), bool(self.data.get("allow_special"))
         renderer = ChatRenderer(tokenizer, template, date=date, allow_special=special)
         return renderer.tokenizer, renderer

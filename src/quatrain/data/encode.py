@@ -27,8 +27,6 @@ class RowEncoder:
         self._options = options
         self._max_seq_len = max_seq_len
         self._vocab_rows = vocab_rows
-        # One int object per id, shared by all rows: 8 bytes a token instead of 40.
-        self._ints = list(range(renderer.tokenizer.vocab_size))
         self._most_chars = max_seq_len * renderer.tokenizer.longest_token
         self.truncated = 0
 
@@ -48,9 +46,7 @@ class RowEncoder:
             raise RowError("no supervised token", "no token of the row would be learned")
         ids = self._cut(rendered.ids, labels)
         self._refuse_foreign_ids(ids)
-        shared = tuple(map(self._ints.__getitem__, ids))
-        kept = tuple(token if label != IGNORE else IGNORE for token, label in zip(shared, labels, strict=False))
-        return Row(shared, kept, conversation.source)
+        return Row(tuple(ids), tuple(labels[: len(ids)]), conversation.source)
 
     def _within_reach(self, messages: list[Message]) -> list[Message]:
         """A text that cannot fit, whatever its tokens are, is not worth the time and memory to encode all of it."""

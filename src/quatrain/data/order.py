@@ -1,4 +1,4 @@
-"""Who comes when: the split and the order of rows, each from its own named generator.
+"""Who comes when: the split, the share of each source and the order of rows, each from its own named generator.
 
 A generator is a function of (seed, purpose, epoch) alone: nothing else that draws random numbers can move it, and
 resuming needs no generator state. Philox is counter-based and gives the same numbers on every machine.
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quatrain.errors import DataError
 
-T = TypeVar("T")
+Places = NDArray[np.int64]  # places of rows, int64 [n]
 
 
 def generator(seed: int, purpose: str, epoch: int = 0) -> np.random.Generator:
@@ -23,28 +24,53 @@ def generator(seed: int, purpose: str, epoch: int = 0) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
 
-def permutation(n: int, seed: int, purpose: str, epoch: int = 0) -> list[int]:
+def permutation(n: int, seed: int, purpose: str, epoch: int = 0) -> Places:
     """The numbers 0 to n-1 in the order of one named generator."""
     # Sorting random keys, not Generator.permutation: NumPy does not promise that stream across its versions.
     keys = generator(seed, purpose, epoch).bit_generator.random_raw(n)
-    return [int(i) for i in np.argsort(keys, kind="stable")]
+    return np.argsort(keys, kind="stable")
 
 
-def epoch_order(n: int, seed: int, epoch: int) -> list[int]:
-    """The order of `n` rows in an epoch (counted from 0)."""
-    return permutation(n, seed, "order", epoch)
+def split(n: int, fraction: float, seed: int) -> tuple[Places, Places]:
+    """The places of `n` rows as (training, validation): `fraction` of the rows, rounded, but at least one, is held out.
+    Both keep their order.
 
-
-def split(rows: Sequence[T], fraction: float, seed: int) -> tuple[list[T], list[T]]:
-    """(training, validation): `fraction` of the rows, rounded, but at least one, is held out. Both keep their order.
-
-    Raises DataError if either part would be empty.
+    Raises DataError if the training part would be empty.
     """
-    if fraction == 0:
-        return list(rows), []
-    held = max(1, round(len(rows) * fraction))
-    if held >= len(rows):
-        raise DataError(f"val_split {fraction} of {len(rows)} rows leaves nothing to train on", hint="add rows")
-    chosen = set(permutation(len(rows), seed, "split")[:held])
-    train = [row for i, row in enumerate(rows) if i not in chosen]
-    return train, [row for i, row in enumerate(rows) if i in chosen]
+    held = max(1, round(n * fraction))
+    if held >= n:
+        raise DataError(f"val_split {fraction} of {n} rows leaves nothing to train on", hint="add rows")
+    is_held = np.zeros(n, dtype=bool)
+    is_held[permutation(n, seed, "split")[:held]] = True
+    return np.flatnonzero(~is_held), np.flatnonzero(is_held)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Some consecutive training rows, and how many times an epoch takes them."""
+
+    rows: int
+    weight: float = 1.0
+
+    @property
+    def taken(self) -> int:
+        """Rows of an epoch: weight * rows, rounded, but at least one."""
+        return max(1, round(self.weight * self.rows)) if self.rows else 0
+
+
+def epoch_order(shares: Sequence[Share], seed: int, epoch: int) -> Places:
+    """The rows of an epoch (counted from 0) in their order, as places among the training rows.
+
+    Weight 1 takes every row of a share once. For a weight of 2.3 each row comes twice, and 0.3 of them once more: a
+    window over the rows, shuffled once, that moves on from epoch to epoch, so that none comes more often than others.
+    """
+    begin, chosen = 0, []
+    for number, share in enumerate(shares):
+        whole, part = divmod(share.taken, share.rows) if share.rows else (0, 0)
+        chosen += [np.arange(begin, begin + share.rows, dtype=np.int64)] * whole
+        if part:
+            window = (epoch * part + np.arange(part)) % share.rows
+            chosen.append(begin + np.sort(permutation(share.rows, seed, f"share {number}")[window]))
+        begin += share.rows
+    places = np.concatenate(chosen) if chosen else np.zeros(0, dtype=np.int64)
+    return places[permutation(len(places), seed, "order", epoch)]

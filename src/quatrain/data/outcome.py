@@ -37,3 +37,13 @@ class RowError(DataError):
 
     def at(self, source: str) -> Skipped:
         return Skipped(source, self.reason, str(self), self.bad)
+
+
+def without_fill(value: Any) -> Any:
+    """A nested value without the null fields of its structs: tables give every row all fields that any row has, so a
+    null there says "absent". Nulls inside lists are data and stay."""
+    if isinstance(value, dict):
+        return {name: without_fill(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_fill(inner) for inner in value]
+    return value

@@ -12,19 +12,22 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from quatrain.data.outcome import Record, RowError, Skipped
+from quatrain.data.outcome import Record, RowError, Skipped, without_fill
 from quatrain.data.paths import SUPPORTED
 from quatrain.data.tokenizer import replace_surrogates
 from quatrain.errors import DataError
 
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
+_ARROW = b"\xff\xff\xff\xff"  # a stream of record batches, as `datasets` saves them
 _BOM, _UTF16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _SPACE = " \t\r\n"  # what JSON takes for white space; str.strip() takes more
 _SNIFF_BYTES = 1 << 16
+_LARGEST_OBJECT = 1 << 26
+_TABLE_ROWS = 128  # turned into Python values at once
 _LONGEST_FIELD = 2**31 - 1  # csv's own limit is 128 KiB
 
 
@@ -59,6 +62,8 @@ def _sniff(path: Path) -> str:
         head = file.read(_SNIFF_BYTES)
     if head.startswith(_PARQUET):
         return "parquet"
+    if head.startswith(_ARROW):
+        return "arrow"
     if head.startswith(_UTF16):
         raise DataError(f"{path}: is UTF-16", hint="save it as UTF-8")
     text = head.removeprefix(_BOM).lstrip()
@@ -83,9 +88,10 @@ def _sniff(path: Path) -> str:
 
 
 def _is_one_object(path: Path) -> bool:
-    """Whether the whole file is a single, pretty-printed object."""
+    """Whether the whole file is a single, pretty-printed object of a size that one may have."""
     with _open(path) as file:
-        return _is_object(file.read())
+        text = file.read(_LARGEST_OBJECT + 1)
+    return len(text) <= _LARGEST_OBJECT and _is_object(text)
 
 
 def _is_object(text: bytes) -> bool:
@@ -261,32 +267,43 @@ def _prepend(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 
 def _read_parquet(path: Path) -> Iterator[Record | Skipped]:
+    def batches(source: Any) -> Any:
+        import pyarrow.parquet as parquet
+
+        return parquet.ParquetFile(source).iter_batches(batch_size=_TABLE_ROWS)
+
+    return _table_rows(path, "Parquet", batches)
+
+
+def _read_arrow(path: Path) -> Iterator[Record | Skipped]:
+    def batches(source: Any) -> Any:
+        import pyarrow.ipc as ipc
+
+        for batch in ipc.open_stream(source):
+            yield from (batch.slice(at, _TABLE_ROWS) for at in range(0, batch.num_rows, _TABLE_ROWS))
+
+    return _table_rows(path, "Arrow", batches)
+
+
+def _table_rows(path: Path, kind: str, batches: Callable[[Any], Any]) -> Iterator[Record | Skipped]:
+    """The rows of the record batches that `batches` finds in a file."""
     try:
         import pyarrow as arrow
-        import pyarrow.parquet as parquet
     except ImportError as error:
         hint = "install it with: pip install 'quatrain[parquet]'"
-        raise DataError(f"{path}: reading Parquet needs pyarrow, which is not installed", hint=hint) from error
+        raise DataError(f"{path}: reading {kind} needs pyarrow, which is not installed", hint=hint) from error
     with _open(path) as file:
         source: Any = io.BytesIO(file.read()) if _is_gzip(path) else file  # Parquet is read from its end
         number = 0
         try:
-            for batch in parquet.ParquetFile(source).iter_batches(batch_size=128):
+            for batch in batches(source):
                 for values in batch.to_pylist():
                     number += 1
-                    yield Record({name: _without_fill(value) for name, value in values.items()}, f"{path}:{number}")
+                    yield Record({name: without_fill(value) for name, value in values.items()}, f"{path}:{number}")
         except (arrow.ArrowException, OSError) as error:
-            raise DataError(f"{path}: broken Parquet file after row {number}: {error}") from error
+            raise DataError(f"{path}: broken {kind} file after row {number}: {error}") from error
 
 
-def _without_fill(value: Any) -> Any:
-    """A nested value without the null fields of its structs: Parquet gives every row all fields that any row has, so a
-    null there says "absent". Nulls inside lists are data and stay."""
-    if isinstance(value, dict):
-        return {name: _without_fill(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_fill(inner) for inner in value]
-    return value
-
-
-_READERS = {"jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "parquet": _read_parquet}
+_READERS = {
+    "jsonl": _read_jsonl, "json": _read_json, "csv": _read_csv, "parquet": _read_parquet, "arrow": _read_arrow
+}  # fmt: skip

@@ -20,6 +20,7 @@ from quatrain.data.templates import ChosenTemplate, choose_template, compile_tem
 from quatrain.data.tokenizer import Encoded, Piece, Tokenizer
 from quatrain.data.traits import TemplateTraits
 
+_FOLD_HINT = " (system_policy fold puts system texts in front of the first user message)"
 Tools = list[dict[str, Any]] | None
 # What Python raises when a template does something odd with a conversation.
 _TEMPLATE_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -137,7 +138,8 @@ class ChatRenderer:
             return self._compiled.render(messages=messages, tools=tools, add_generation_prompt=prompt, **special)
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             reason = "the chat template refuses the conversation"
-            raise RowError(reason, f"{reason}: {error}") from error
+            fold = _FOLD_HINT if any(message["role"] == "system" for message in messages) else ""
+            raise RowError(reason, f"{reason}: {error}{fold}") from error
 
     def _mark(self, messages: Sequence[Message], text: str) -> _Marked:
         """Sentinels for all texts. In answers, marks that the template acts on (such as `<think>`) stay, and the texts
@@ -179,17 +181,19 @@ class ChatRenderer:
             raise RowError(reason, f"{reason}: {', '.join(found)}", hint="allow_special lets it through")
 
     def _refuse_lost_texts(self, messages: Sequence[Message], marked: _Marked, segments: list[Segment]) -> None:
-        """Every text must be in the render; a template may drop the reasoning of earlier answers, and nothing else."""
+        """Every text must be in the render; a template may drop the reasoning of earlier answers, and nothing else.
+        Earlier is an answer that another one or a question follows, as in the prompt for the next answer."""
         placed = {segment.slot for segment in segments if segment.slot is not None}
         shown = {marked.owner[slot] for slot in placed}
-        last_answer = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
+        last_turn = max((i for i, m in enumerate(messages) if m.role in ("assistant", "user")), default=-1)
         for slot in sorted(set(range(len(marked.owner))) - placed):
             turn, role = marked.owner[slot], messages[marked.owner[slot]].role
             if slot in marked.tool_slots:
                 raise RowError("the chat template has no tool branch", hint="choose a chat_template that takes tools")
-            if role != "assistant" or turn == last_answer or turn not in shown:
+            if role != "assistant" or turn == last_turn or turn not in shown:
                 reason = "the chat template leaves out a text"
-                raise RowError(reason, f"{reason}: the one of turn {turn + 1} ({role})")
+                fold = _FOLD_HINT if role == "system" else ""
+                raise RowError(reason, f"{reason}: the one of turn {turn + 1} ({role}){fold}")
 
     # Spans, in characters
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from quatrain.data.encode import NOTHING_LEFT, TOO_LONG
 from quatrain.data.outcome import Skipped
@@ -29,13 +31,14 @@ class Stats:
     total: int
 
     @classmethod
-    def of(cls, counts: Sequence[int]) -> Stats | None:
-        """None for no rows. `p95` is the smallest count that at least 95 percent of the rows do not exceed."""
-        if not counts:
+    def of(cls, counts: NDArray[Any]) -> Stats | None:
+        """Of int [n]; None for no rows. `p95` is the smallest count that at least 95 percent of the rows do not
+        exceed."""
+        if not len(counts):
             return None
-        ranked, total = sorted(counts), sum(counts)
+        ranked, total = np.sort(counts), int(counts.sum(dtype=np.int64))
         p95 = ranked[-(-95 * len(ranked) // 100) - 1]
-        return cls(ranked[0], statistics.median(ranked), total / len(ranked), p95, ranked[-1], total)
+        return cls(int(ranked[0]), float(np.median(ranked)), total / len(ranked), int(p95), int(ranked[-1]), total)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,17 @@ class Sample:
 
     source: str
     segments: list[SampleSegment]
+
+
+@dataclass
+class SourceRows:
+    """What one entry of `data` gives: rows used, training rows (the others are held out), and rows of an epoch."""
+
+    name: str
+    weight: float = 1.0
+    used: int = 0
+    train: int = 0
+    epoch: int = 0
 
 
 @dataclass
@@ -73,6 +87,7 @@ class DataReport:
     supervised: Stats | None = None
     notes: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    sources: list[SourceRows] = field(default_factory=list)
 
     def add_skipped(self, skipped: Skipped) -> None:
         """Count a record that became no row."""
@@ -93,6 +108,11 @@ class DataReport:
     def as_json(self) -> dict[str, Any]:
         """All of it as plain JSON values, for machines."""
         return dict(json.loads(json.dumps(asdict(self), ensure_ascii=False)))
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> DataReport:
+        """The inverse of `as_json`. Raises ValueError for anything else."""
+        return TypeAdapter(cls).validate_python(values)
 
     def problem(self, on_bad_row: str, max_unsupervised: float) -> DataError | None:
         """Why these rows cannot be trained on, or None."""

@@ -10,7 +10,7 @@ import datetime
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,17 @@ _PLAIN = """\
 {%- endfor -%}
 """
 
+# In front of a template: what makes one message of a system text and the user message behind it. The line end at its
+# end is there for the template's own first line to begin at the begin of a line.
+_FOLD = """\
+{%- if messages and messages[0].role == 'system' -%}
+{%- if messages | length < 2 or messages[1].role != 'user' -%}
+{{- raise_exception('to fold a system text, a user message must follow it') -}}
+{%- endif -%}
+{%- set folded = messages[0].content + '\\n\\n' + messages[1].content -%}
+{%- set messages = [{'role': 'user', 'content': folded}] + messages[2:] -%}
+{%- endif %}
+"""
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 BUILT_INS = {
     "chatml": BuiltIn(_CHATML, _CHATML_TOKENS),
@@ -97,12 +108,22 @@ class ChosenTemplate:
     takes_chats: bool = True
 
 
-def choose_template(tokenizer: Tokenizer, wanted: str | None = None) -> ChosenTemplate:
+def choose_template(tokenizer: Tokenizer, wanted: str | None = None, system_policy: str = "template") -> ChosenTemplate:
     """`wanted` (a built-in's name or a Jinja file), else the tokenizer's own, else ChatML if its tokens are there,
-    else the plain format, which is for instruction rows only.
+    else the plain format, which is for instruction rows only. With `system_policy` "fold" the template's text begins
+    with what puts a system text in front of the first user message, a blank line between: so whoever renders with it,
+    here or elsewhere, folds.
 
     Raises DataError for an unknown name, an unreadable file, or a built-in whose tokens the tokenizer lacks.
     """
+    chosen = _chosen(tokenizer, wanted)
+    if system_policy != "fold" or chosen.text.startswith(_FOLD):
+        return chosen
+    name = f"{chosen.name}, with system texts folded into the first user message"
+    return replace(chosen, text=_FOLD + chosen.text, name=name)
+
+
+def _chosen(tokenizer: Tokenizer, wanted: str | None) -> ChosenTemplate:
     if wanted is not None:
         built_in = BUILT_INS.get(wanted)
         return _from_file(wanted) if built_in is None else ChosenTemplate(_text_of(wanted, tokenizer), wanted)

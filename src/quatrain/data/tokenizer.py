@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -180,6 +181,11 @@ class Tokenizer:
         template = self.chat_template or ""
         named = {token for token, special in self.added_tokens.items() if special or token in template}
         return {token: index for token, index in self._ids_of_added.items() if token in named}
+
+    def fingerprint(self) -> str:
+        """SHA-256 over all that decides which ids a text has, but for the chat template."""
+        named = [self.special_tokens, self._extra_special, self.add_bos, self.add_eos]
+        return hashlib.sha256(f"{json.dumps(named)}\n{self._json_text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     # Encoding
 

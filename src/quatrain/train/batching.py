@@ -6,16 +6,72 @@ an *optimizer step* is one or more micro-batches and one update, normalised by t
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from quatrain.config import TrainOptions
-from quatrain.data.order import epoch_order
+from quatrain.data.order import Places, Share, epoch_order
 from quatrain.data.pack import pack
 from quatrain.data.row import Row
+from quatrain.data.rows import Rows
+from quatrain.errors import DataError
 
 MicroBatch = list[Row]
 Step = list[MicroBatch]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """The optimizer steps of one epoch; the rows of a step are read when it is asked for.
+
+    `order` are places in `rows`; micro-batch m holds order[bounds[m]:bounds[m+1]], and step s the micro-batches
+    steps[s] to steps[s+1]-1.
+    """
+
+    rows: Rows
+    order: Places
+    bounds: Places
+    steps: Places
+
+    def __len__(self) -> int:
+        return len(self.steps) - 1
+
+    def __getitem__(self, step: int) -> Step:
+        at = range(len(self))[step]
+        return [
+            [self.rows[int(place)] for place in self.order[begin:end]]
+            for begin, end in pairwise(self.bounds[self.steps[at] : self.steps[at + 1] + 1])
+        ]
+
+    def __iter__(self) -> Iterator[Step]:
+        return self.starting_at(0)
+
+    def starting_at(self, step: int) -> Iterator[Step]:
+        """The steps from `step` on."""
+        return (self[at] for at in range(step, len(self)))
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """Tokens."""
+        return int(_sums(self.rows.lengths[self.order], self.bounds).max())
+
+    @property
+    def most_micro_batches(self) -> int:
+        """Of one step."""
+        return int(np.diff(self.steps).max())
+
+    def shapes(self) -> set[tuple[int, int, int]]:
+        """(most tokens, most supervised tokens, number) of the micro-batches of a step, each that occurs."""
+        tokens, supervised = (_sums(v[self.order], self.bounds) for v in (self.rows.lengths, self.rows.supervised))
+        first = self.steps[:-1]
+        most = [np.maximum.reduceat(sums, first).tolist() for sums in (tokens, supervised)]
+        return set(zip(*most, np.diff(self.steps).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -25,37 +81,40 @@ class Batching:
     By rows (default): `batch_size` rows a micro-batch, `accumulation` micro-batches a step; the last step of an epoch
     takes what is left. By tokens (`batch_tokens`): rows are packed, none split, none lost, up to that many a step.
     `micro_batch_tokens`, when given, cuts a micro-batch that holds more tokens into several; that changes no result
-    beyond rounding, because a step divides by its own token count however it is cut.
+    beyond rounding, because a step divides by its own token count however it is cut. `shares` says how often an epoch
+    takes which rows; empty: each once.
     """
 
-    rows: list[Row]
+    rows: Rows
     options: TrainOptions
     seed: int
     micro_batch_tokens: int | None = None
+    shares: Sequence[Share] = ()
 
-    def epoch(self, epoch: int) -> list[Step]:
+    def epoch(self, epoch: int) -> Epoch:
         """The optimizer steps of one epoch (0 is the first), in order."""
-        shuffled = [self.rows[index] for index in epoch_order(len(self.rows), self.seed, epoch)]
+        order = epoch_order(self.shares or [Share(len(self.rows))], self.seed, epoch)
+        lengths = self.rows.lengths[order]
         if self.options.batch_tokens is None:
-            size, accumulation = self.options.batch_size, self.options.accumulation
-            micro_batches = [shuffled[start : start + size] for start in range(0, len(shuffled), size)]
-            groups = [micro_batches[at : at + accumulation] for at in range(0, len(micro_batches), accumulation)]
+            bounds, per_step = _every(self.options.batch_size, len(order)), self.options.accumulation
         else:
-            groups = [[packed] for packed in pack(shuffled, self.options.batch_tokens)]
-        return [[part for micro_batch in group for part in self._cut(micro_batch)] for group in groups]
+            bounds, per_step = pack(lengths, self.options.batch_tokens), 1
+            self._refuse_longer(lengths, order, self.options.batch_tokens)
+        steps = _every(per_step, len(bounds) - 1)
+        if self.micro_batch_tokens is not None:
+            parts = [pack(lengths[a:b], self.micro_batch_tokens)[1:] + a for a, b in pairwise(bounds)]
+            cuts = np.cumsum([0, *map(len, parts)])
+            bounds, steps = np.concatenate([[0], *parts]), cuts[steps]
+        return Epoch(self.rows, order, bounds, steps)
 
-    def _cut(self, micro_batch: MicroBatch) -> list[MicroBatch]:
-        if self.micro_batch_tokens is None:
-            return [micro_batch]
-        parts: list[MicroBatch] = [[]]
-        tokens = 0
-        for row in micro_batch:
-            if parts[-1] and tokens + len(row) > self.micro_batch_tokens:
-                parts.append([])
-                tokens = 0
-            parts[-1].append(row)
-            tokens += len(row)
-        return parts
+    def _refuse_longer(self, lengths: Places, order: Places, capacity: int) -> None:
+        at = int(lengths.argmax())
+        if lengths[at] > capacity:
+            source = self.rows[int(order[at])].source or "a row"
+            raise DataError(
+                f"{source}: {lengths[at]} tokens do not fit a step of {capacity}",
+                hint="raise batch_tokens or lower max_seq_len",
+            )
 
     @cached_property
     def length(self) -> RunLength:
@@ -64,11 +123,21 @@ class Batching:
         steps_of_epoch: list[int] = []
         largest, accumulated = 0, 1
         while sum(steps_of_epoch) < limit if limit else len(steps_of_epoch) < self.options.num_epochs:
-            steps = self.epoch(len(steps_of_epoch))
-            steps_of_epoch.append(len(steps))
-            largest = max(largest, max(sum(map(len, part)) for step in steps for part in step))
-            accumulated = max(accumulated, max(map(len, steps)))
+            epoch = self.epoch(len(steps_of_epoch))
+            steps_of_epoch.append(len(epoch))
+            largest = max(largest, epoch.largest_micro_batch)
+            accumulated = max(accumulated, epoch.most_micro_batches)
         return RunLength(tuple(steps_of_epoch), limit or sum(steps_of_epoch), largest, accumulated)
+
+
+def _every(size: int, n: int) -> Places:
+    """0, size, 2 * size, ... and n."""
+    return np.append(np.arange(0, n, size, dtype=np.int64), n)
+
+
+def _sums(values: NDArray[Any], bounds: Places) -> Places:
+    """The sum of the values between each two bounds."""
+    return np.add.reduceat(values, bounds[:-1], dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -70,7 +70,7 @@ class Pipeline(Protocol):
     def steps_in_flight(self) -> int: ...
     def set_learning_rate(self, lr: float) -> None: ...
     def start_step(self, micro_batches: list[MicroBatch]) -> Started: ...
-    def evaluate(self, samples: list[Row]) -> BatchResult: ...
+    def evaluate(self, samples: Sequence[Row]) -> BatchResult: ...
     def state(self) -> Mapping[str, torch.Tensor]: ...
     def save_adapter(self, folder: Path) -> object: ...
 
@@ -106,7 +106,7 @@ class TrainingLoop:
         self,
         pipeline: Pipeline,
         batching: Batching,
-        validation: list[Row],
+        validation: Sequence[Row],
         schedule: Schedule,
         folder: Path,
         *,
@@ -153,7 +153,7 @@ class TrainingLoop:
     def _remaining_steps(self) -> Iterator[list[MicroBatch]]:
         epoch, index = self.length.position(self.progress.step)
         while self.progress.step < self.length.total_steps:
-            for micro_batches in self.batching.epoch(epoch)[index:]:
+            for micro_batches in self.batching.epoch(epoch).starting_at(index):
                 if self.progress.step == self.length.total_steps:
                     return
                 yield micro_batches

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from quatrain.config import GenerateConfig, InstructConfig
+from quatrain.data.disk import configured_folder
 from quatrain.data.row import Row
 from quatrain.data.stream import StopTexts
 from quatrain.data.tokenizer import Tokenizer
@@ -36,14 +37,15 @@ class InstructPipeline:
     """A frozen model with trainable adapters. Build it with `from_pretrained`."""
 
     def __init__(self, source: ModelSource, config: InstructConfig, layout: Layout) -> None:
-        from quatrain.checkpoint.cache import BaseCache, cache_folder
+        from quatrain.checkpoint.cache import BaseCache
         from quatrain.checkpoint.load import load_params
 
         self.source, self.config, self.spec = source, config, source.spec
         self.tokenizer: Tokenizer | None = source.tokenizer()
         self.profiler = Profiler()
         self._layout = layout
-        cache = BaseCache(cache_folder(config.cache_dir)) if config.cache else None
+        folder = configured_folder(config)
+        cache = BaseCache(folder) if folder else None
         params = load_params(
             source, quantize=config.quantize, double_quant=config.double_quant, compute_dtype=layout.compute_dtype,
             quantizer=layout.backend.quantize, error_of=layout.backend.quantize_error, cache=cache,
@@ -110,15 +112,11 @@ class InstructPipeline:
         """Steps that may be started before the first one's result is asked for without losing time."""
         return 0 if self._layout.device == "cpu" else 1
 
-    def prepare_steps(self, steps: Iterable[Sequence[Sequence[Row]]]) -> None:
-        """Captures the shapes of coming steps (each a list of micro-batches), where steps are captured."""
+    def prepare_steps(self, shapes: Iterable[tuple[int, int, int]]) -> None:
+        """Captures the shapes of coming steps, where steps are captured: (most tokens, most supervised tokens, number)
+        of their micro-batches."""
         if self.engine.graphs is None:
             return
-        shapes = {
-            (max(sum(map(len, rows)) for rows in step), max(sum(row.num_supervised for row in rows) for rows in step),
-             len(step))
-            for step in steps
-        }  # fmt: skip
         with self.engine.running():
             self.engine.prepare_steps(shapes)
 

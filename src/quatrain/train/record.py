@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from quatrain.data.row import Row
-
 if TYPE_CHECKING:
     from quatrain.train.run import Preparation
-
-
-def rows_hash(*groups: list[Row]) -> str:
-    """SHA-256 over token ids and labels of rows, in order."""
-    digest = hashlib.sha256()
-    for rows in groups:
-        digest.update(f"group {len(rows)}\n".encode())
-        for row in rows:
-            digest.update(f"{row.input_ids}{row.labels}\n".encode())
-    return digest.hexdigest()
 
 
 def identity_of(preparation: Preparation) -> dict[str, Any]:
     """What a checkpoint must agree on with the run that resumes from it."""
     import torch
 
-    settings, prepared = preparation.settings, preparation.prepared
+    settings = preparation.settings
     return {
         "given": settings.given,
         "options": settings.resolved(),
-        "data_sha256": rows_hash(prepared.train, prepared.validation),
+        "data_sha256": _data_hash(preparation),
         "model_sha256": preparation.source.fingerprint(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
+
+
+def _data_hash(preparation: Preparation) -> str:
+    """SHA-256 over token ids and labels of all rows in order, and over how often an epoch takes them."""
+    prepared = preparation.prepared
+    weighted = any(share.weight != 1 for share in prepared.shares)  # else it does not matter who gave which rows
+    shares = [[share.rows, share.weight] for share in prepared.shares] if weighted else []
+    parts = [prepared.train.digest(), prepared.validation.digest(), shares]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def run_record(preparation: Preparation, identity: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from quatrain.train.settings import Settings, settings_for_resume
 if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
     from quatrain.data.pipeline import Prepared
-    from quatrain.data.row import Row
+    from quatrain.data.rows import Rows
     from quatrain.engine.layout import Layout
     from quatrain.memory.plan import MemoryPlan
     from quatrain.train.pipeline import InstructPipeline
@@ -92,6 +92,7 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
     Raises ModelError, DataError, ConfigError or PlanError, each saying what was wanted and found.
     """
     from quatrain.checkpoint.open import open_source
+    from quatrain.data.disk import configured_folder
     from quatrain.data.pipeline import prepare
 
     source = open_source(settings.run.model)
@@ -110,8 +111,11 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
         max_seq_len=engine.max_seq_len,
         seed=engine.seed,
         vocab_rows=source.spec.vocab_size,
+        cache=configured_folder(engine),
     )
-    batching = Batching(prepared.train, settings.train, engine.seed, engine.micro_batch_tokens)
+    for line in prepared.notices:
+        reporter.notice(line)
+    batching = Batching(prepared.train, settings.train, engine.seed, engine.micro_batch_tokens, prepared.shares)
     config = _engine_config(settings, batching, prepared.validation)
     notes = _check_schedule(settings, batching, prepared)
     length = batching.length
@@ -182,7 +186,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
         try:
             pipeline.watch_graphs(reporter.notice)
             if preparation.layout.static:
-                pipeline.prepare_steps(preparation.batching.epoch(0))
+                pipeline.prepare_steps(preparation.batching.epoch(0).shapes())
             ending = loop.run()
             adapter = _final_adapter(pipeline, folder, progress, ending, reporter)
             outcome = _outcome(ending, folder, adapter, preparation, progress, time.perf_counter() - began)
@@ -196,9 +200,9 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
     return outcome
 
 
-def _engine_config(settings: Settings, batching: Batching, validation: list[Row]) -> InstructConfig:
+def _engine_config(settings: Settings, batching: Batching, validation: Rows) -> InstructConfig:
     """The engine's options with the capacity that the real data needs: its largest micro-batch or longest row."""
-    longest = max(len(row) for row in (*batching.rows, *validation))
+    longest = max(int(rows.lengths.max(initial=0)) for rows in (batching.rows, validation))
     asked = settings.engine.micro_batch_tokens
     if asked is not None and longest > asked:
         raise ConfigError(f"micro_batch_tokens is {asked}, and the longest row has {longest} tokens")

@@ -1,0 +1,71 @@
+"""Files by their content, and the cache folder, where quantised models and tokenised rows lie side by side.
+
+An entry is one file, `<key>` and a suffix that says what it holds. It is written under a name of its own and renamed:
+readers see all of it or nothing, writers do not meet, and a mapped entry that is replaced or deleted stays readable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quatrain.config import InstructConfig
+
+ENVIRONMENT = "QUATRAIN_CACHE_DIR"
+PARTIAL = ".partial"
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a file's content, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def cache_folder(option: str | None) -> Path:
+    """Where entries are: the option, else $QUATRAIN_CACHE_DIR, else `quatrain` in the user's cache folder (XDG)."""
+    named = option or os.environ.get(ENVIRONMENT)
+    if named:
+        return Path(named).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "quatrain"
+
+
+def configured_folder(config: InstructConfig) -> Path | None:
+    """The cache folder of a run; None where nothing is to be kept."""
+    return cache_folder(config.cache_dir) if config.cache else None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of the cache as `quatrain cache` shows it. `made` (a dataclass) says what it is made of; None: it is not
+    one of ours."""
+
+    path: Path
+    num_bytes: int
+    last_used: float  # seconds since the epoch
+    made: Any | None
+
+    @property
+    def key(self) -> str:
+        return self.path.stem
+
+
+def entries_in(folder: Path, suffix: str, describe: Callable[[Path], Any | None]) -> list[Entry]:
+    """The entries with a suffix, the last used first. Raises OSError when the folder cannot be read."""
+    paths = [path for path in folder.glob("*" + suffix) if path.is_file()] if folder.is_dir() else []
+    found = [Entry(path, path.stat().st_size, path.stat().st_mtime, describe(path)) for path in paths]
+    return sorted(found, key=lambda entry: -entry.last_used)
+
+
+def delete_entries(folder: Path, entries: list[Entry], *, unfinished: bool) -> None:
+    """Delete these entries, and what `unfinished` writes have left. Raises OSError when the system refuses."""
+    left = folder.glob(".*" + PARTIAL) if unfinished and folder.is_dir() else ()
+    for path in (*(entry.path for entry in entries), *left):
+        path.unlink(missing_ok=True)
