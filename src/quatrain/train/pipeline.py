@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 
 from quatrain.config import GenerateConfig, InstructConfig
 from quatrain.data.disk import configured_folder
+from quatrain.data.pack import pack
 from quatrain.data.row import Row
+from quatrain.data.rows import Rows
 from quatrain.data.stream import StopTexts
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.engine.inputs import Batch, pack_rows, split_rows
@@ -191,10 +195,18 @@ class InstructPipeline:
         return BatchResult(mean, count, perplexity(mean))
 
     def token_losses(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """The loss of every supervised token in order, fp64."""
-        batches = self._batches(split_rows(self._rows(samples), self._layout.tokens))
+        """The loss of every supervised token in order, fp64. Of `Rows`, one micro-batch is in memory at a time."""
+        rows = samples if isinstance(samples, Rows) else self._rows(samples)
+        lengths = rows.lengths if isinstance(rows, Rows) else np.fromiter(map(len, rows), np.int64)
+        groups = (rows[begin:end] for begin, end in pairwise(pack(lengths, self._layout.tokens).tolist()))
+        losses = []
         with self.engine.running():
-            return torch.cat([self.engine.evaluate(batch).to(torch.float64) for batch in batches])
+            for group in groups:
+                (batch,) = self._batches([self._rows(group)])
+                losses.append(self.engine.evaluate(batch).to(torch.float64))
+        if not losses:
+            raise DataError("no rows were given")
+        return torch.cat(losses)
 
     # Text.
 
