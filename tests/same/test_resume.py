@@ -14,6 +14,7 @@ from same.conftest import arithmetic_options
 from tiny_model import write_rows, write_tiny_model
 
 from quatrain.checkpoint.resume import newest_complete
+from quatrain.errors import CheckpointError
 from quatrain.train.interrupt import StopRequest
 from quatrain.train.reporter import Reporter, StepRecord
 from quatrain.train.run import Outcome, train
@@ -146,3 +147,16 @@ def test_evaluating_changes_no_bit_of_training(world: World, unbroken: Path, tmp
     run(world, tmp_path / "run", eval_every="epoch")
     a, b = bits(tmp_path / "run"), bits(unbroken)
     assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_weighted_sources_go_on_with_the_same_rows(world: World, tmp_path: Path) -> None:
+    """A stop inside the second epoch of a mix; the data is tokenised again in between. Other weights are other data."""
+    write_rows(tmp_path / "more.jsonl", 9)
+    data: list[Any] = [f"{world.folder / 'rows.jsonl'}@0.4", {"path": str(tmp_path / "more.jsonl"), "weight": 1.5}]
+    whole = run(world, tmp_path / "whole", data=data, epochs=3)
+    assert run(world, tmp_path / "parts", data=data, epochs=3, stop_after=7).total_steps == whole.total_steps == 15
+    with pytest.raises(CheckpointError, match="rows are not those of"):
+        run(world, tmp_path / "parts", resume=True, data=[data[0], str(tmp_path / "more.jsonl")])
+    assert run(world, tmp_path / "parts", resume=True, cache=False).ending == "finished"
+    assert history(tmp_path / "parts") == history(tmp_path / "whole")
+    assert_same(tmp_path / "parts", tmp_path / "whole")

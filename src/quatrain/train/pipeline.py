@@ -204,9 +204,9 @@ class InstructPipeline:
             for group in groups:
                 (batch,) = self._batches([self._rows(group)])
                 losses.append(self.engine.evaluate(batch).to(torch.float64))
-        if not losses:
-            raise DataError("no rows were given")
-        return torch.cat(losses)
+            if not losses:
+                raise DataError("no rows were given")
+            return torch.cat(losses)
 
     # Text.
 
