@@ -9,7 +9,7 @@ from data.toys import CHATML, TOOLS, byte_level, chat, write_jsonl
 
 from quatrain.cli.chat import prompt_maker
 from quatrain.config import DataOptions
-from quatrain.data.modelfile import go_template, render_go
+from quatrain.data.modelfile import modelfile, render_go
 from quatrain.data.pipeline import examine, prepare
 from quatrain.data.records import Message
 from quatrain.data.render import ChatRenderer, render_chat
@@ -90,8 +90,9 @@ def test_the_modelfile_folds_too(template: str) -> None:
     """Ollama's template, with a system text, renders what training rendered."""
     tokenizer = byte_level(template=template)
     renderer = ChatRenderer(tokenizer, choose_template(tokenizer, None, "fold"))
-    written, takes_system = go_template(renderer, bos_added=False)
-    assert takes_system
+    text, notices = modelfile("m.gguf", renderer, bos_added=False)
+    assert not any("system" in notice for notice in notices)
+    written = text.partition('TEMPLATE """')[2].partition('"""')[0]
     turns = [("system", "Be {{brief}}."), ("user", "q\n"), ("assistant", "a"), ("user", "r")]
     for some in (turns, turns[1:], turns[:2]):
         assert render_go(written, some) == renderer.prompt_text([Message(*turn) for turn in some])
