@@ -116,3 +116,16 @@ def test_an_unknown_key_is_refused(folder, key, capsys):
 def test_a_folder_that_is_a_file_is_empty(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert listed(tmp_path / "file", capsys)["entries"] == []
+
+
+def test_check_uses_the_rows_of_train_and_says_what_is_wrong_with_them(train, folder, tmp_path, capsys):
+    assert train() == 0
+    (rows,) = folder.glob("*.rows")
+    before = rows.stat().st_mtime_ns
+    words = ["check", "--model", str(tmp_path / "model"), str(tmp_path / "rows.jsonl"), "--max-seq-len", "64"]
+    words += ["--cache-dir", str(folder)]
+    assert main(words) == 0 and rows.stat().st_mtime_ns > before and len(list(folder.glob("*.rows"))) == 1
+    rows.write_bytes(b"")
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "is not used and will be written again" in " ".join(capsys.readouterr().out.split())

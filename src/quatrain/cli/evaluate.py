@@ -70,7 +70,7 @@ def command(
     console = stdout()
     if not as_json:
         block(console, "model", [it.source.name + (f" with {it.adapter}" if it.adapter else ", without an adapter")])
-        block(console, "data", short_lines(prepared))
+        block(console, "data", [*short_lines(prepared), *prepared.notices])
     pipeline, notices = it.load({name: value for name, value in given.items() if name in ENGINE})
     result = pipeline.evaluate(prepared.train)
     if as_json:

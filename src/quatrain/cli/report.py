@@ -58,6 +58,8 @@ def full(console: Console, prepared: Prepared) -> None:
             "split",
             [f"{several(len(prepared.train), 'row')} to train on, {count(len(prepared.validation))} held out"],
         )
+    if prepared.notices:
+        block(console, "cache", prepared.notices)
     for sample in prepared.report.samples:
         _sample(console, sample)
 
