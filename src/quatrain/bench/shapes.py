@@ -41,7 +41,8 @@ class RandomWeights(ModelSource):
             return torch.ones(shape, dtype=torch.bfloat16)
         size = math.prod(shape)
         weight = torch.empty(size, dtype=torch.bfloat16)  # of its own size: a slice would keep all that was drawn
-        for piece in weight.split(_DRAWN):
+        for at in range(0, size, _DRAWN):
+            piece = weight[at : at + _DRAWN]
             piece.copy_(self._drawn[: piece.numel()])
         return weight.view(shape)
 
