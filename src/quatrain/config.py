@@ -19,6 +19,7 @@ CheckpointMode = Literal["auto", "block", "none"]
 Kernels = Literal["auto", "reference", "portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 ComputeDtype = Literal["auto", "bf16", "fp16", "fp32", "fp64"]
 CudaGraph = Literal["auto", "on", "off"]
+Fault = Literal["template-twice", "two-bos"]  # findings in rows that stop a run
 
 MOST_WEIGHT = 1000  # of a data source
 
@@ -185,6 +186,10 @@ class DataOptions(Options):
     )
     max_unsupervised: float = Field(
         0.5, ge=0, le=1, description="stop if more than this share of the rows has no supervised token left"
+    )
+    allow: list[Fault] = Field(
+        default_factory=list,
+        description="faults of whole sets that do not stop the run: template-twice, two-bos",
     )
     val_split: float = Field(0.0, ge=0, lt=1, description="share of the rows held out for validation")
     validation: str | None = Field(None, min_length=1, description="a file of validation rows")

@@ -149,6 +149,7 @@ OTHER_VALUES: dict[str, str] = {
     "compute_dtype": "fp32", "checkpoint": "block", "device": "cpu", "seed": "7", "micro_batch_tokens": "4096",
     "memory_budget": "1GB", "kernels": "reference", "cache_dir": "elsewhere", "cuda_graph": "off",
     "system_policy": "fold",
+    "allow": "two-bos",
 }  # fmt: skip
 WITH = {"prompt_field": {"response_field": "a"}, "response_field": {"prompt_field": "q"}, "override": {"resume": True}}
 ALL_OPTIONS = {name: field for options in OPTION_SETS for name, field in options.model_fields.items()}
@@ -165,6 +166,7 @@ def test_every_key_changes_what_is_resolved_by_flag_and_by_file(tmp_path: Path, 
     else:
         words, text = [flag, OTHER_VALUES[name]], f"{name}: {OTHER_VALUES[name]}"
         text = text.replace("betas: 0.8,0.9", "betas: [0.8, 0.9]").replace("json_fields: a", "json_fields: [a]")
+        text = text.replace("allow: two-bos", "allow: [two-bos]")
     more = WITH.get(name, {})
     by_flag = Settings.resolve({**REQUIRED, **more, **run_flags(*words)}).resolved()[name]
     by_file = Settings.resolve({**REQUIRED, **more, **yaml_of(tmp_path, text)}).resolved()[name]

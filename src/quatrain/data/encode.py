@@ -29,6 +29,7 @@ class RowEncoder:
         self._vocab_rows = vocab_rows
         self._most_chars = max_seq_len * renderer.tokenizer.longest_token
         self.truncated = 0
+        self.too_long: list[int] = []  # tokens of the rows that are longer than max_seq_len
 
     def encode(self, conversation: Conversation) -> Row:
         """The row of a conversation. Raises RowError with the reason if there is none, and DataError for a chat without
@@ -61,6 +62,7 @@ class RowEncoder:
     def _cut(self, ids: list[int], labels: list[int]) -> list[int]:
         if len(ids) <= self._max_seq_len:
             return ids
+        self.too_long.append(len(ids))
         if self._options.truncation == "drop":
             raise RowError(TOO_LONG, f"{len(ids)} tokens are more than {self._max_seq_len}", bad=False)
         if not _any_supervised(labels[: self._max_seq_len]):

@@ -15,24 +15,26 @@ import numpy as np
 from quatrain.config import DataOptions, DataSource
 from quatrain.data.cache import MadeOf, RowCache
 from quatrain.data.disk import sha256_of
+from quatrain.data.duplicates import Fingerprints, between
 from quatrain.data.encode import RowEncoder
+from quatrain.data.findings import Finding, in_order
 from quatrain.data.hub import HubRows
-from quatrain.data.order import Places, Share, permutation, split
+from quatrain.data.inspection import Inspection
+from quatrain.data.order import Places, Share, split
 from quatrain.data.outcome import Record, RowError, Skipped
 from quatrain.data.paths import Source, resolve_sources
 from quatrain.data.read import read_records
 from quatrain.data.records import to_conversation
 from quatrain.data.render import ChatRenderer
-from quatrain.data.report import DataReport, SourceRows, Stats, dump_line, sample_of
+from quatrain.data.report import DataReport, Histogram, SourceRows, Stats, dump_line, samples_of
 from quatrain.data.row import Row
 from quatrain.data.rows import Rows, RowStore, RowWriter
 from quatrain.data.templates import choose_template
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.errors import DataError
 
-_SAMPLES = 3
 # Options about what is done with the rows later on, and options that are in the key in other words.
-_NOT_IN_KEY = {"val_split", "validation", "on_bad_row", "max_unsupervised", "chat_template", "template_date"}
+_NOT_IN_KEY = {"val_split", "validation", "on_bad_row", "max_unsupervised", "allow", "chat_template", "template_date"}
 
 Entries = Sequence[str | Path | DataSource]  # of `data`, see `resolve_sources`
 
@@ -83,10 +85,12 @@ def examine(
     vocab_rows: int | None = None,
     cache: Path | None = None,
     dump: IO[str] | None = None,
+    near: bool = False,
 ) -> Prepared:
     """Like `prepare`, but unusable rows are reported (`problem`) instead of raised. `cache` is the folder that keeps
     tokenised rows; None keeps none. `dump` gets a JSON line for each record of the training and validation files, in
-    order; the files are then read whatever the cache holds.
+    order; the files are then read whatever the cache holds. `near` also looks for near copies of training rows among
+    the validation rows.
 
     Still raises DataError where there is nothing to report on: missing or damaged files, no usable chat template.
     """
@@ -96,13 +100,13 @@ def examine(
     loader = _Loader(options, tokenizer, max_seq_len, vocab_rows, RowCache(None if dump else cache), dump)
     rows, report = loader.load(sources)
     loader.summarise(report, rows, seed)
-    problem = report.problem(options.on_bad_row, options.max_unsupervised)
+    problem = report.problem(options.on_bad_row, options.max_unsupervised, options.allow)
     train, validation, validation_report = rows, Rows.of([]), None
     places: Places = np.arange(len(rows))
     if held_out:
         validation, validation_report = loader.load(held_out)
         loader.summarise(validation_report, validation, seed)
-        problem = problem or validation_report.problem(options.on_bad_row, options.max_unsupervised)
+        problem = problem or validation_report.problem(options.on_bad_row, options.max_unsupervised, options.allow)
     elif options.val_split and problem is None:
         try:
             places, held = split(len(rows), options.val_split, seed)
@@ -111,6 +115,8 @@ def examine(
             problem = error
         if round(len(rows) * options.val_split) < 1 == len(validation):
             report.notes.append(f"val_split {options.val_split} of {len(rows)} rows is less than one; 1 is held out")
+    if len(validation):
+        report.findings = in_order([*report.findings, *_overlap(train, validation, loader.renderer.tokenizer, near)])
     report.train_rows, report.validation_rows = len(train), len(validation)
     shares = _shares(report, places)
     return Prepared(
@@ -174,22 +180,25 @@ class _Loader:
     def summarise(self, report: DataReport, rows: Rows, seed: int) -> None:
         """Statistics and samples of the rows that were loaded."""
         report.lengths, report.supervised = Stats.of(rows.lengths), Stats.of(rows.supervised)
-        chosen = sorted(permutation(len(rows), seed, "samples")[:_SAMPLES].tolist())
-        report.samples = [sample_of(rows[i], self.renderer.tokenizer) for i in chosen]
+        report.histogram = Histogram.of(rows.lengths, rows.supervised)
+        report.samples = samples_of(rows, self.renderer.tokenizer, seed)
         if len(rows) and self.renderer.traits.written_end is None:
             report.notes.append("the chat template writes no end token behind the last answer; EOS is put there")
 
     def _tokenise(self, sources: Sequence[Source], made: MadeOf | None, cache: RowCache) -> RowStore:
         encoder = RowEncoder(self.renderer, self.options, self.max_seq_len, self.vocab_rows)
+        inspection = Inspection(self.renderer, self.options)
         report = DataReport([str(file) for source in sources for file in source.files], self.template.name)
         with cache.scratch() as file:
             writer = RowWriter(file)
-            for outcome in _outcomes(sources, self.options, encoder, report):
+            for outcome in _outcomes(sources, self.options, encoder, inspection, report):
                 if self.dump is not None:
                     self.dump.write(dump_line(outcome))
                 if isinstance(outcome, Row):
                     writer.append(outcome)
             report.truncated = encoder.truncated
+            report.max_seq_len, report.would_fit = self.max_seq_len, _would_fit(self.max_seq_len, report.used, encoder)
+            inspection.conclude(report)
             writer.finish({"made": asdict(made) if made else None, "report": report.as_json()})
             if made is not None:
                 if self._made_of(sources) == made:
@@ -233,7 +242,7 @@ def _records(file: Path | HubRows, file_format: str) -> Iterator[Record | Skippe
 
 
 def _outcomes(
-    sources: Sequence[Source], options: DataOptions, encoder: RowEncoder, report: DataReport
+    sources: Sequence[Source], options: DataOptions, encoder: RowEncoder, inspection: Inspection, report: DataReport
 ) -> Iterator[Row | Skipped]:
     """What becomes of each record, in the order of the files, counted in `report`."""
     ignored: Counter[str] = Counter()
@@ -255,8 +264,23 @@ def _outcomes(
                 yield skipped
             else:
                 report.add_row(conversation.schema)
+                inspection.add(conversation, row)
                 yield row
         report.sources.append(SourceRows(source.name, source.weight, report.used - before))
     if ignored:
         names = ", ".join(f"{name} ({count} rows)" for name, count in sorted(ignored.items()))
         report.notes.append(f"fields that were not read: {names}")
+
+
+def _overlap(train: Rows, validation: Rows, tokenizer: Tokenizer, near: bool) -> list[Finding]:
+    trained = Fingerprints(tokenizer, near).extend(train)
+    return between(trained, Fingerprints(tokenizer, near, trained.shared).extend(validation))
+
+
+def _would_fit(max_seq_len: int, used: int, encoder: RowEncoder) -> dict[int, int]:
+    """How many rows would be whole with other values of max_seq_len."""
+    limits = [max_seq_len]
+    while limits[-1] < max(encoder.too_long, default=0):
+        limits.append(2 * limits[-1])
+    whole = used - encoder.truncated
+    return {limit: whole + sum(length <= limit for length in encoder.too_long) for limit in limits}

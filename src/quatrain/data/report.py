@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,12 +13,16 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from quatrain.data.encode import NOTHING_LEFT, TOO_LONG
+from quatrain.data.findings import KINDS, Finding
+from quatrain.data.order import permutation
 from quatrain.data.outcome import Skipped
 from quatrain.data.row import IGNORE, Row
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.errors import DataError
 
 _PLACES_SHOWN = 5
+_BINS = 12
+SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,28 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """Rows by length: `rows[i]` rows have edges[i] to edges[i+1]-1 tokens, `supervised[i]` have so many supervised
+    ones."""
+
+    edges: list[int]
+    rows: list[int]
+    supervised: list[int]
+
+    @classmethod
+    def of(cls, lengths: NDArray[Any], supervised: NDArray[Any]) -> Histogram | None:
+        """Of int [n] each, in at most 12 bins of a round width; None for no rows."""
+        if not len(lengths):
+            return None
+        longest = int(lengths.max())
+        widths = (digit * 10**power for power in range(9) for digit in (1, 2, 5))
+        width = next(width for width in widths if width * _BINS > longest)
+        edges = list(range(0, longest + width + 1, width))
+        rows, learned = (np.histogram(counts, edges)[0].tolist() for counts in (lengths, supervised))
+        return cls(edges, rows, learned)
+
+
+@dataclass(frozen=True)
 class SampleSegment:
     """A stretch of a row, decoded. `supervised` text is what the model learns to write."""
 
@@ -50,11 +78,22 @@ class SampleSegment:
 
 
 @dataclass(frozen=True)
+class SampleToken:
+    """One token of a row. `text` is what it adds to the text: nothing while a character is short of bytes."""
+
+    id: int
+    text: str
+    supervised: bool
+    special: bool
+
+
+@dataclass(frozen=True)
 class Sample:
-    """A row to look at: its decoded segments in order."""
+    """A row to look at: its decoded segments, and its tokens, in order."""
 
     source: str
     segments: list[SampleSegment]
+    tokens: list[SampleToken]
 
 
 @dataclass
@@ -85,6 +124,11 @@ class DataReport:
     schemas: dict[str, int] = field(default_factory=dict)
     lengths: Stats | None = None
     supervised: Stats | None = None
+    histogram: Histogram | None = None
+    max_seq_len: int = 0
+    would_fit: dict[int, int] = field(default_factory=dict)  # rows that other values of max_seq_len would keep whole
+    token_counts: dict[str, int] = field(default_factory=dict)  # rows by how they begin and end
+    findings: list[Finding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     sources: list[SourceRows] = field(default_factory=list)
@@ -114,8 +158,8 @@ class DataReport:
         """The inverse of `as_json`. Raises ValueError for anything else."""
         return TypeAdapter(cls).validate_python(values)
 
-    def problem(self, on_bad_row: str, max_unsupervised: float) -> DataError | None:
-        """Why these rows cannot be trained on, or None."""
+    def problem(self, on_bad_row: str, max_unsupervised: float, allow: Sequence[str] = ()) -> DataError | None:
+        """Why these rows cannot be trained on, or None. Findings of the kinds in `allow` are no reason."""
         if self.bad and on_bad_row == "stop":
             return DataError(self._bad_rows(), hint="mend the rows, or set on_bad_row to skip to go on without them")
         lost = self.skipped.get(TOO_LONG, 0) + self.skipped.get(NOTHING_LEFT, 0)
@@ -127,6 +171,11 @@ class DataReport:
         if not self.used:
             files = ", ".join(self.files)
             return DataError(f"{files}: no row is left: read {self.read}; skipped: {_counts(self.skipped)}")
+        wrong = [found for found in self.findings if found.severity == "error" and found.kind not in allow]
+        if wrong:
+            lines = [line for found in wrong for line in (f"{found.kind}: {found.text}", *found.places)]
+            advice = KINDS[wrong[0].kind].advice
+            return DataError("\n  ".join(lines), hint=f"{advice}; --allow {wrong[0].kind} goes on all the same")
         return None
 
     def _bad_rows(self) -> str:
@@ -145,19 +194,29 @@ def _counts(reasons: dict[str, int]) -> str:
     return "; ".join(f"{count} x {reason}" for reason, count in most_first) or "none"
 
 
+def is_place(source: str, wanted: str) -> bool:
+    """Whether a row's `source` is the place that a user means: all of it, or its end from the name of a file or folder
+    on."""
+    return source == wanted or source.endswith(("/" + wanted, "\\" + wanted))
+
+
+def samples_of(rows: Sequence[Row], tokenizer: Tokenizer, seed: int, number: int = SAMPLES) -> list[Sample]:
+    """Some rows, always the same for one seed, in their order."""
+    chosen = sorted(permutation(len(rows), seed, "samples")[:number])
+    return [sample_of(rows[int(place)], tokenizer) for place in chosen]
+
+
 def sample_of(row: Row, tokenizer: Tokenizer) -> Sample:
-    """`row` decoded in segments of supervised and unsupervised tokens. The segments' texts join to the whole text."""
-    segments: list[SampleSegment] = []
-    begin = 0
-    for end in range(1, len(row) + 1):
-        supervised = row.labels[begin] != IGNORE
-        if end == len(row) or (row.labels[end] != IGNORE) != supervised:
-            # Decoded with what came before, since a token's text can depend on its neighbour.
-            before = tokenizer.decode(row.input_ids[:begin])
-            text = tokenizer.decode(row.input_ids[:end])
-            segments.append(SampleSegment(text[len(before) :], supervised))
-            begin = end
-    return Sample(row.source, segments)
+    """`row` decoded token by token, and in segments of supervised and unsupervised ones. The texts of both join to
+    the whole text."""
+    decoder = tokenizer.stream_decoder(skip_special=False)
+    tokens = []
+    for index, (token_id, label) in enumerate(zip(row.input_ids, row.labels, strict=True)):
+        text = decoder.push(token_id) + (decoder.finish() if index == len(row) - 1 else "")
+        tokens.append(SampleToken(token_id, text, label != IGNORE, token_id in tokenizer.special_ids))
+    runs = itertools.groupby(tokens, key=lambda token: token.supervised)
+    segments = [SampleSegment("".join(token.text for token in run), supervised) for supervised, run in runs]
+    return Sample(row.source, segments, tokens)
 
 
 def dump_line(outcome: Row | Skipped) -> str:

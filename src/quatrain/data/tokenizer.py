@@ -146,6 +146,11 @@ class Tokenizer:
         return int(max(self._full.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token, as tokenizer.json spells them."""
+        return dict(self._full.get_vocab(with_added_tokens=True))
+
+    @property
     def content(self) -> dict[str, Any]:
         """The parsed tokenizer.json, without what would add or cut tokens around a text. Not to be changed."""
         return self._json
@@ -174,6 +179,11 @@ class Tokenizer:
     @cached_property
     def _ids_of_added(self) -> dict[str, int]:
         return {token.content: index for index, token in self._full.get_added_tokens_decoder().items()}
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the added tokens: control tokens, and marks such as `<think>`."""
+        return frozenset(self._ids_of_added.values())
 
     @cached_property
     def guarded_tokens(self) -> dict[str, int]:
