@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -14,10 +14,17 @@ from quatrain.cli.options import Group, with_options
 from quatrain.config import DataOptions, InstructConfig, RunOptions
 from quatrain.errors import ConfigError, DataError
 
+if TYPE_CHECKING:
+    from quatrain.data.pipeline import Prepared
+    from quatrain.data.report import Sample
+    from quatrain.data.row import Row
+
 NAME = "check"
-HELP = """Show what a run would read: rows used and skipped, lengths, marked samples.
+HELP = """Show what a run would read: rows used and skipped, lengths, what looks wrong, marked samples.
 
 Example: quatrain check --model smollm2-135m rows.jsonl
+
+Example: quatrain check --model smollm2-135m rows.jsonl --row rows.jsonl:17 --tokens
 """
 
 GROUPS = (
@@ -31,12 +38,18 @@ GROUPS = (
 def command(
     given: dict[str, Any],
     files: Annotated[list[str] | None, typer.Argument(metavar="DATA", help="Data files.", show_default=False)] = None,
+    samples: Annotated[int, typer.Option("--samples", metavar="N", min=0, help="How many rows to show.")] = 3,
+    row: Annotated[
+        list[str] | None, typer.Option("--row", metavar="FILE:LINE", help="Show this row instead (repeatable).")
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show rows token by token, with ids and labels.")] = False,
+    html: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write all of it as one page.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="End with exit code 3 if there is any warning.")] = False,
     dump: Annotated[str | None, typer.Option("--dump", metavar="FILE", help="Write one JSON object a row.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the totals as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object.")] = False,
 ) -> None:
     from quatrain.checkpoint.open import open_source
     from quatrain.cli import report
-    from quatrain.cli.console import stdout
     from quatrain.data.disk import configured_folder
     from quatrain.data.pipeline import examine
     from quatrain.train.settings import Settings
@@ -49,7 +62,7 @@ def command(
     if tokenizer is None:
         raise ConfigError(f"{settings.run.model} has no tokenizer, so data files cannot be read with it")
     engine = settings.engine
-    with _dump_file(dump) as file:
+    with _file(dump, "dump") as file:
         prepared = examine(
             settings.run.data,
             settings.data,
@@ -59,18 +72,68 @@ def command(
             vocab_rows=source.spec.vocab_size,
             cache=configured_folder(engine),
             dump=file,
+            near=True,
         )
+    prepared.report.samples = _samples(prepared, samples, row or (), engine.seed)
+    if html is not None:
+        from quatrain.pages.check import render
+
+        page = render(prepared, source.name)
+        with _file(html, "html") as file:
+            print(page, file=file, end="")
     if as_json:
-        print(json.dumps(prepared.report.as_json(), ensure_ascii=False))
+        print(json.dumps(_facts(prepared), ensure_ascii=False))
     else:
-        report.full(stdout(), prepared)
+        _show(prepared, tokens=tokens, html=html)
     if prepared.problem is not None:
         # The places are in the report above: the first line is enough here.
         raise DataError(str(prepared.problem).splitlines()[0], hint=prepared.problem.hint)
+    warnings = [found.kind for found in report.all_findings(prepared) if found.severity != "note"]
+    if strict and warnings:
+        raise DataError(f"warnings, and --strict is given: {', '.join(warnings)}")
+
+
+def _samples(prepared: Prepared, number: int, places: Sequence[str], seed: int) -> list[Sample]:
+    """The rows at `places`, or some training rows. Raises ConfigError for a place where no row is."""
+    from quatrain.data.report import is_place, sample_of, samples_of
+
+    if not places:
+        return samples_of(prepared.train, prepared.tokenizer, seed, number)
+    found: list[list[Row]] = [[] for _ in places]
+    for row in (row for rows in (prepared.train, prepared.validation) for row in rows):
+        for place, rows in zip(places, found, strict=True):
+            if is_place(row.source, place):
+                rows.append(row)
+    for place, rows in zip(places, found, strict=True):
+        if not rows:
+            raise ConfigError(f"row: no row that is used is at {place}", hint="give FILE:LINE as the report shows it")
+    return [sample_of(row, prepared.tokenizer) for rows in found for row in rows]
+
+
+def _facts(prepared: Prepared) -> dict[str, Any]:
+    """All of it for machines."""
+    validation = prepared.validation_report
+    return {
+        **prepared.report.as_json(),
+        "validation_report": validation.as_json() if validation is not None else None,
+        "problem": str(prepared.problem) if prepared.problem is not None else None,
+    }
+
+
+def _show(prepared: Prepared, *, tokens: bool, html: str | None) -> None:
+    from quatrain.cli import report, samples
+    from quatrain.cli.console import block, stdout
+
+    console = stdout()
+    report.full(console, prepared)
+    if html is not None:
+        block(console, "page", [html])
+    for sample in prepared.report.samples:
+        samples.show(console, sample, tokens=tokens)
 
 
 @contextmanager
-def _dump_file(path: str | None) -> Iterator[TextIO | None]:
+def _file(path: str | None, option: str) -> Iterator[TextIO | None]:
     if path is None:
         yield None
         return
@@ -78,4 +141,4 @@ def _dump_file(path: str | None) -> Iterator[TextIO | None]:
         with open(Path(path).expanduser(), "w", encoding="utf-8") as file:
             yield file
     except OSError as error:
-        raise ConfigError(f"dump: cannot write {path}: {error.strerror}") from error
+        raise ConfigError(f"{option}: cannot write {path}: {error.strerror}") from error

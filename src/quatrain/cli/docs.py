@@ -24,7 +24,7 @@ refused with the nearest known one. `--debug` with any command shows the traceba
 | 0 | done |
 | 1 | failed |
 | 2 | bad usage or configuration |
-| 3 | bad data |
+| 3 | bad data, or a warning with `quatrain check --strict` |
 | 4 | not enough memory or disk |
 | 130 | interrupted; a training run has written a checkpoint |
 """

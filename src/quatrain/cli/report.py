@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from quatrain.cli.console import block, columns, count, several
@@ -9,10 +12,13 @@ from quatrain.cli.console import block, columns, count, several
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from quatrain.data.findings import Finding, Severity
     from quatrain.data.pipeline import Prepared
-    from quatrain.data.report import DataReport, Sample, Stats
+    from quatrain.data.report import DataReport, Histogram, Stats
 
-_OPEN, _CLOSE = "[[", "]]"  # marks the learned part where there are no colours
+SEVERITY_STYLES: dict[Severity, str] = {"error": "bold red", "warning": "bold yellow", "note": "bold cyan"}
+_BAR = 18  # characters
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def short_lines(prepared: Prepared) -> list[str]:
@@ -31,11 +37,27 @@ def short_lines(prepared: Prepared) -> list[str]:
     if prepared.validation_report is not None:
         lines.append("validation file: " + _totals(prepared.validation_report))
         lines += _skipped(prepared.validation_report)
+    found = all_findings(prepared)
+    if found:
+        kinds = ", ".join(f"{finding.kind} ({count(finding.count)})" for finding in found)
+        lines.append(f"{severities(found)}: {kinds}; `quatrain check` shows where")
     return lines + report.notes
 
 
+def all_findings(prepared: Prepared) -> list[Finding]:
+    """Those of the training rows, then those of a validation file."""
+    more = prepared.validation_report.findings if prepared.validation_report is not None else []
+    return [*prepared.report.findings, *more]
+
+
+def severities(found: Sequence[Finding]) -> str:
+    """`1 warning, 2 notes`."""
+    counts = Counter(finding.severity for finding in found)
+    return ", ".join(several(counts[severity], severity) for severity in SEVERITY_STYLES if counts[severity])
+
+
 def full(console: Console, prepared: Prepared) -> None:
-    """Everything `quatrain check` has to say."""
+    """Everything `quatrain check` has to say about the rows, but for the samples."""
     reports = [("", prepared.report)]
     if prepared.validation_report is not None:
         reports.append(("validation", prepared.validation_report))
@@ -50,8 +72,17 @@ def full(console: Console, prepared: Prepared) -> None:
             block(console, "tokens", columns([head, _row("a row", report.lengths), _row("learned", report.supervised)]))
         if title == "" and (lines := _sources(report)):
             block(console, "sources", lines)
+        if report.histogram:
+            block(console, "lengths", _bars(report.histogram, report.max_seq_len))
+        if len(report.would_fit) > 1:
+            fits = [[count(limit), count(rows)] for limit, rows in report.would_fit.items()]
+            block(console, "limits", columns([["max_seq_len", "rows that fit"], *fits]))
+        if report.token_counts:
+            rows = [[what, count(number)] for what, number in report.token_counts.items()]
+            block(console, "begin, end", columns([["rows that", ""], *rows]))
         if report.notes:
             block(console, "notes", report.notes)
+        _findings(console, report)
     if prepared.validation:
         block(
             console,
@@ -60,8 +91,6 @@ def full(console: Console, prepared: Prepared) -> None:
         )
     if prepared.notices:
         block(console, "cache", prepared.notices)
-    for sample in prepared.report.samples:
-        _sample(console, sample)
 
 
 def _totals(report: DataReport) -> str:
@@ -98,20 +127,38 @@ def _row(name: str, stats: Stats) -> list[str]:
     return [name, *(f"{number:,.1f}".removesuffix(".0") for number in numbers)]
 
 
-def _sample(console: Console, sample: Sample) -> None:
-    """The decoded row; what the model learns to write is green, or in [[ ]] where there are no colours."""
-    from rich.text import Text
+def _bars(histogram: Histogram, max_seq_len: int) -> list[str]:
+    """A line for each range of lengths, with a bar for the rows of that length and one for those that learn as much;
+    the limit is marked where it stands."""
+    edges = histogram.edges
+    most = max(*histogram.rows, *histogram.supervised)
+    labels = [f"{count(low)}-{count(high - 1)}" for low, high in pairwise(edges)]
+    width, wide = max(6, *map(len, labels)), len(count(most))
+    lines = [f"{'tokens':>{width}}  {'rows':<{wide + 1 + _BAR}}  learned tokens"]
+    numbers = zip(histogram.rows, histogram.supervised, strict=True)
+    for label, (low, high), pair in zip(labels, pairwise(edges), numbers, strict=True):
+        bars = (f"{count(number):>{wide}} {_bar(number, most):<{_BAR}}" for number in pair)
+        lines.append(f"{label:>{width}}  {'  '.join(bars)}".rstrip())
+        if low <= max_seq_len < high:
+            lines.append(f"{'':>{width}}  ── max_seq_len {count(max_seq_len)} ──")
+    if max_seq_len >= edges[-1]:
+        lines.append(f"{'':>{width}}  max_seq_len {count(max_seq_len)} is above all of them")
+    return lines
 
-    coloured = console.is_terminal and console.color_system is not None
-    text = Text()
-    for segment in sample.segments:
-        if not segment.supervised:
-            text.append(segment.text, "dim" if coloured else None)
-        elif coloured:
-            text.append(segment.text, "bold green")
-        else:
-            text.append(f"{_OPEN}{segment.text}{_CLOSE}")
-    learned = "what is learned is green" if coloured else f"what is learned is in {_OPEN} {_CLOSE}"
-    console.print()
-    block(console, "sample", [f"{sample.source} ({learned})"])
-    console.print(text, soft_wrap=True)
+
+def _bar(number: int, most: int) -> str:
+    """A bar whose length is exact to an eighth of a character; what is not nothing shows."""
+    eighths = max(round(8 * _BAR * number / most), 1 if number else 0)
+    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+
+
+def _findings(console: Console, report: DataReport) -> None:
+    from quatrain.data.findings import KINDS
+
+    if not report.findings:
+        block(console, "findings", ["nothing looks wrong"], "bold green")
+    for found in report.findings:
+        lines = [f"{found.kind}: {found.text}", *(f"  {place}" for place in found.places)]
+        if found.count > len(found.places):
+            lines.append(f"  and {count(found.count - len(found.places))} more")
+        block(console, found.severity, [*lines, f"→ {KINDS[found.kind].advice}"], SEVERITY_STYLES[found.severity])
