@@ -96,13 +96,13 @@ def test_as_many_samples_as_asked_for(world: Path, capsys: pytest.CaptureFixture
 def test_in_a_terminal_of_80_columns(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Colours and nothing beyond the margin; what is learned is green, special tokens are magenta."""
     shown = in_terminal(monkeypatch)
-    assert check(world, str(world / "doubled.jsonl"), "--max-seq-len", "64", "--max-unsupervised", "1") == 0
+    assert check(world, str(world / "doubled.jsonl"), "--max-seq-len", "128") == 0
     said = shown.getvalue()
     plain = re.sub(r"\x1b\[[\d;]*m", "", said)
     assert max(map(len, plain.splitlines())) <= 80
     assert "\x1b[1;33mwarning" in said and "\x1b[1;32mIt" in said.replace("\x1b[0m\x1b[1;32m", "")
-    assert "\x1b[1;35m<|im_end|>" in said and "[[" not in plain
-    assert "── max_seq_len 64 ──" in plain or "max_seq_len 64 is above" in plain
+    assert "\x1b[1;7;32m<|im_end|>" in said and "\x1b[35m<|im_end|>" in said and "[[" not in plain
+    assert "── max_seq_len 128: 0 rows longer ──" in plain
     assert "█" in plain
 
 

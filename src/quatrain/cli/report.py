@@ -73,7 +73,7 @@ def full(console: Console, prepared: Prepared) -> None:
         if title == "" and (lines := _sources(report)):
             block(console, "sources", lines)
         if report.histogram:
-            block(console, "lengths", _bars(report.histogram, report.max_seq_len))
+            block(console, "lengths", _bars(report.histogram, report))
         if len(report.would_fit) > 1:
             fits = [[count(limit), count(rows)] for limit, rows in report.would_fit.items()]
             block(console, "limits", columns([["max_seq_len", "rows that fit"], *fits]))
@@ -127,22 +127,26 @@ def _row(name: str, stats: Stats) -> list[str]:
     return [name, *(f"{number:,.1f}".removesuffix(".0") for number in numbers)]
 
 
-def _bars(histogram: Histogram, max_seq_len: int) -> list[str]:
+def _bars(histogram: Histogram, report: DataReport) -> list[str]:
     """A line for each range of lengths, with a bar for the rows of that length and one for those that learn as much;
     the limit is marked where it stands."""
+    from quatrain.data.encode import NOTHING_LEFT, TOO_LONG
+
     edges = histogram.edges
     most = max(*histogram.rows, *histogram.supervised)
     labels = [f"{count(low)}-{count(high - 1)}" for low, high in pairwise(edges)]
     width, wide = max(6, *map(len, labels)), len(count(most))
     lines = [f"{'tokens':>{width}}  {'rows':<{wide + 1 + _BAR}}  learned tokens"]
+    longer = report.skipped.get(TOO_LONG, 0) + report.skipped.get(NOTHING_LEFT, 0) + report.truncated
+    limit = f"{'':>{width}}  ── max_seq_len {count(report.max_seq_len)}: {several(longer, 'row')} longer ──"
     numbers = zip(histogram.rows, histogram.supervised, strict=True)
     for label, (low, high), pair in zip(labels, pairwise(edges), numbers, strict=True):
         bars = (f"{count(number):>{wide}} {_bar(number, most):<{_BAR}}" for number in pair)
         lines.append(f"{label:>{width}}  {'  '.join(bars)}".rstrip())
-        if low <= max_seq_len < high:
-            lines.append(f"{'':>{width}}  ── max_seq_len {count(max_seq_len)} ──")
-    if max_seq_len >= edges[-1]:
-        lines.append(f"{'':>{width}}  max_seq_len {count(max_seq_len)} is above all of them")
+        if low <= report.max_seq_len < high:
+            lines.append(limit)
+    if report.max_seq_len >= edges[-1]:
+        lines.append(limit)
     return lines
 
 

@@ -17,9 +17,13 @@ _LEARNED, _CONTEXT, _SPECIAL = "bold green", "dim", "magenta"
 
 
 def show(console: Console, sample: Sample, *, tokens: bool = False) -> None:
-    """What the model learns to write is green, or in [[ ]] where there are no colours; special tokens are magenta."""
+    """What the model learns to write is green, or in [[ ]] where there are no colours; special tokens stand out."""
     coloured = console.is_terminal and console.color_system is not None
-    learned = "what is learned is green" if coloured else f"what is learned is in {OPEN} {CLOSE}"
+    learned = (
+        "green is learned; magenta and reversed: special tokens"
+        if coloured
+        else f"what is learned is in {OPEN} {CLOSE}"
+    )
     console.print()
     block(console, "sample", [sample.source if tokens else f"{sample.source} ({learned})"])
     if tokens:
@@ -44,8 +48,7 @@ def _text(console: Console, sample: Sample, coloured: bool) -> None:
         if token.supervised != learned and not coloured:
             text.append(OPEN if token.supervised else CLOSE)
         learned = token.supervised
-        style = (_SPECIAL + " bold" if learned else _SPECIAL) if token.special else _LEARNED if learned else _CONTEXT
-        text.append(visible(token.text), style if coloured else None)
+        text.append(visible(token.text), _style(token) if coloured else None)
     if learned and not coloured:
         text.append(CLOSE)
     console.print(text, soft_wrap=True)
@@ -60,9 +63,14 @@ def _table(console: Console, sample: Sample, coloured: bool) -> None:
     head, *lines = columns([["place", "id", "label"], *rows])
     console.print(Text(f"{head}  text", style="bold" if coloured else ""), soft_wrap=True)
     for line, token in zip(lines, sample.tokens, strict=True):
-        style = _SPECIAL if token.special else _LEARNED if token.supervised else _CONTEXT
         shown = f'{line}  "{visible(token.text, keep="")}"'
-        console.print(Text(shown, style=style if coloured else ""), soft_wrap=True)
+        console.print(Text(shown, style=_style(token) if coloured else ""), soft_wrap=True)
+
+
+def _style(token: SampleToken) -> str:
+    if token.supervised:
+        return f"{_LEARNED} reverse" if token.special else _LEARNED
+    return _SPECIAL if token.special else _CONTEXT
 
 
 def _label(token: SampleToken) -> str:

@@ -104,6 +104,9 @@ def _totals(report: DataReport, title: str) -> Html:
         fits = [(f"{limit:,}", f"{rows:,}") for limit, rows in report.would_fit.items()]
         parts.append(paragraph("Rows that fit whole, by max_seq_len (longer ones need more memory and time):"))
         parts.append(table(["max_seq_len", "rows"], fits))
+    if len(report.sources) > 1 or any(source.weight != 1 for source in report.sources):
+        files = [(it.name, f"{it.train:,}", f"{it.weight:g}", f"{it.epoch:,}") for it in report.sources]
+        parts.append(table(["data", "training rows", "weight", "rows an epoch takes"], files))
     if report.schemas:
         kinds = ", ".join(f"{name} ({count:,})" for name, count in report.schemas.items())
         parts.append(paragraph(f"Forms of the rows: {kinds}"))
