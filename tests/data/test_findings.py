@@ -19,8 +19,6 @@ from quatrain.data.row import IGNORE, Row
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.errors import DataError
 
-CONTENTS = "Everything the {} needs is here, said in words of its own, and said only once in this set of {} rows."
-
 
 def good(i: int) -> dict[str, str]:
     """Row i of a set without fault: all answers differ, are complete and say little in common."""
@@ -124,10 +122,10 @@ def test_copies_near_copies_and_contradictions(tmp_path: Path) -> None:
 
 def test_shared_instructions_are_no_near_copies(tmp_path: Path) -> None:
     """Rows that are mostly one long instruction, in the system text or in the prompt, are not taken for copies."""
-    rows = [
-        {"system": CONTENTS * 3, "prompt": CONTENTS * 2 + row["prompt"], "completion": row["completion"]}
-        for row in map(good, range(100))
-    ]
+    dice = random.Random("instruction")
+    words = ["".join(dice.choices("abcdefghijklmnopqrstuvwxyz", k=5)) for _ in range(580)]
+    system, task = " ".join(words[:290]), " ".join(words[290:])
+    rows = [row | {"system": system, "prompt": f"{task} {row['prompt']}"} for row in map(good, range(100))]
     assert found_in(tmp_path, rows) == {}
 
 
