@@ -166,6 +166,18 @@ def test_validation_that_is_trained_on(tmp_path: Path) -> None:
     assert "overlap" in kinds and "duplicates" in kinds
 
 
+def test_cached_rows_have_the_same_findings(tmp_path: Path) -> None:
+    rows = [good(i) for i in range(30)]
+    path = write_jsonl(tmp_path / "rows.jsonl", *rows, rows[3], good(4) | {"completion": "caf\ufffd."})
+    options = DataOptions(val_split=0.5, truncation="truncate")
+    first, second = (
+        examine([path], options, byte_level(), max_seq_len=250, cache=tmp_path / "cache").report for _ in range(2)
+    )
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert {"duplicates", "replacement-character"} <= {found.kind for found in first.findings}
+    assert first == second and len(first.would_fit) > 1
+
+
 def test_one_answer_for_all(tmp_path: Path) -> None:
     for answers, severity in ((["blue."], "warning"), (["blue.", "red.", "green."], "note")):
         rows = [good(i) | {"completion": answers[i % len(answers)]} for i in range(60)]

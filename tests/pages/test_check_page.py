@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from data.toys import byte_level, chat, write_jsonl
 
 from quatrain.config import DataOptions
@@ -98,5 +102,27 @@ def test_what_is_left_out_is_shown_with_places_and_limits(tmp_path: Path) -> Non
     text = page_of(
         tmp_path, {"prompt": "q", "completion": "a"}, {"prompt": "q" * 700, "completion": "a"}, max_unsupervised=1.0
     )
-    assert "longer than max_seq_len" in text and "rows.jsonl:2: 7" in text
-    assert "1,200" in text and "&gt; 600" in text and "the last bar shows 1 longer rows" in text
+    for part in (
+        "longer than max_seq_len", "1 of 2 rows (50%) left out", "rows.jsonl:2: 7", "1,200", "&gt; 600",
+        "the last bar shows the rows that are longer (1) and left out",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_a_phone_needs_no_scrolling_to_the_side(tmp_path: Path) -> None:
+    """In a real browser, in a frame of a phone's width, with long names and long words."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium on this machine")
+    folder = tmp_path / ("long-name-" * 12)
+    folder.mkdir()
+    row = {"prompt": "q" * 300, "completion": "a\ufffd" * 100}
+    text = page_of(folder, row, row, {"prompt": "q" * 900, "completion": "a"}, max_unsupervised=1.0)
+    frame = tmp_path / "frame.html"
+    measure = "document.title = 'width ' + this.contentDocument.documentElement.scrollWidth"
+    frame.write_text(f'<iframe width="360" srcdoc="{html.escape(text)}" onload="{measure}"></iframe>', encoding="utf-8")
+    words = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom"]
+    done = subprocess.run([browser, *words, frame.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>width (\d+)</title>", done.stdout)
+    assert found is not None, done.stderr
+    assert int(found[1]) <= 360

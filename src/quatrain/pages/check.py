@@ -14,7 +14,7 @@ from quatrain.pages.shell import Html, charts, figures, join, more, page, paragr
 if TYPE_CHECKING:
     from quatrain.data.findings import Finding
     from quatrain.data.pipeline import Prepared
-    from quatrain.data.report import DataReport, Histogram, Sample, SampleToken
+    from quatrain.data.report import DataReport, Histogram, Sample, SampleToken, SourceRows
 
 _PILLS = {"error": "bad", "warning": "warn", "note": ""}
 # The learned part is underlined and bold besides its colour, special tokens are framed, and neighbouring tokens differ
@@ -90,14 +90,13 @@ def _verdict(prepared: Prepared) -> Html:
 
 def _totals(report: DataReport, title: str) -> Html:
     parts: list[Html] = []
-    if report.skipped:
-        rows = [
-            (f"{count:,}", f"{count / report.read:.0%}", reason, _places(report.skipped_at.get(reason, []), count))
-            for reason, count in sorted(report.skipped.items(), key=lambda item: -item[1])
-        ]
-        parts.append(table(["rows", "share", "why they are left out", "where"], rows, numbers=(0, 1)))
-    else:
+    if not report.skipped:
         parts.append(paragraph("Every row is used."))
+    for reason, count in sorted(report.skipped.items(), key=lambda item: -item[1]):
+        head = tag(
+            "p", tag("strong", reason), f": {count:,} of {report.read:,} rows ({count / report.read:.0%}) left out"
+        )
+        parts.append(tag("div", head, _places(report.skipped_at.get(reason, []), count), class_="finding"))
     if report.truncated:
         parts.append(paragraph(f"{report.truncated:,} rows are cut at max_seq_len and lose their end."))
     if len(report.would_fit) > 1:
@@ -105,13 +104,18 @@ def _totals(report: DataReport, title: str) -> Html:
         parts.append(paragraph("Rows that fit whole, by max_seq_len (longer ones need more memory and time):"))
         parts.append(table(["max_seq_len", "rows"], fits))
     if len(report.sources) > 1 or any(source.weight != 1 for source in report.sources):
-        files = [(it.name, f"{it.train:,}", f"{it.weight:g}", f"{it.epoch:,}") for it in report.sources]
-        parts.append(table(["data", "training rows", "weight", "rows an epoch takes"], files))
+        parts.append(paragraph("What an epoch takes of the data:"))
+        parts.append(tag("ul", *map(_source, report.sources), class_="places"))
     if report.schemas:
         kinds = ", ".join(f"{name} ({count:,})" for name, count in report.schemas.items())
         parts.append(paragraph(f"Forms of the rows: {kinds}"))
     parts += [paragraph(text) for text in report.notes]
     return section(f"Rows{title}", *parts)
+
+
+def _source(source: SourceRows) -> Html:
+    weight = f", weight {source.weight:g}" if source.weight != 1 else ""
+    return tag("li", f"{source.name}: {source.epoch:,} of its {source.train:,} training rows{weight}")
 
 
 def _findings(report: DataReport, title: str) -> Html:
@@ -170,7 +174,7 @@ def _histograms(histogram: Histogram, max_seq_len: int, longer: int) -> Iterable
     limit = f"The limit, max_seq_len, is {max_seq_len:,}: "
     if longer:
         rows.append((f"> {max_seq_len:,}", longer))
-        limit += f"the last bar shows {longer:,} longer rows, which are left out."
+        limit += f"the last bar shows the rows that are longer ({longer:,}) and left out."
     else:
         limit += "no row is left out for it."
     yield bar_chart("Rows by length", rows, x="tokens, from", note=limit)
