@@ -23,7 +23,7 @@ _ODD = {
 }
 _IN_ANSWERS = {
     "placeholder": re.compile(
-        r"[Ll]orem ipsum|TODO\b|FIXME\b|TBD\b|\{\{[^{}\n]{0,80}\}\}"
+        r"[Ll]orem ipsum|TODO\b|FIXME\b|TBD\b|(?<!\{)\{\{\s*\w+\s*\}\}(?!\})"
         r"|\[(?:[Ii]nsert|INSERT|[Yy]our|YOUR|[Pp]laceholder|PLACEHOLDER)\b[^\]\n]{0,60}\]"
     ),
     "boilerplate": re.compile(
