@@ -38,8 +38,8 @@ def run(command: list[str], **environment: str) -> str:
 
 
 def clang(folder: Path, target: str | None = None) -> str:
-    """Clang itself for this machine, or the one of the PyPI package ziglang, which knows other targets too; skips without
-    either. Its own sanitizer, which is on by default, stays off."""
+    """Clang itself for this machine, or the one of the PyPI package ziglang, which knows other targets too; skips where
+    neither is there. Its own sanitizer, which is on by default, stays off."""
     if target is None and (found := shutil.which("clang++")):
         return found
     if importlib.util.find_spec("ziglang") is None:
