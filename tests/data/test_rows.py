@@ -104,10 +104,10 @@ def test_the_description_is_read_without_the_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
-    """Reading, splitting, counting steps and dealing them out: ten times the rows take a few bytes more for each."""
+    """Reading, splitting, counting steps and dealing them out: three times the rows take little more for each: what finds copies among them, 120 bytes and some more at the end."""
     peaks, sizes = [], []
     prepare([write_table(tmp_path / f"warm.{kind}", kind, 10)], DataOptions(), byte_level())
-    for number in (300, 3000):
+    for number in (1100, 3300):  # both beyond the block of rows that signatures are made for at a time
         path = write_table(tmp_path / f"{number}.{kind}", kind, number)
         tokenizer, options = byte_level(), DataOptions(val_split=0.1)
         tracemalloc.start()
@@ -118,9 +118,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
         sizes.append(prepared.report.lengths.total)
-    # In lists, a token would take 16 bytes and more; here a row of 200 of them takes less than that.
-    assert sizes[1] - sizes[0] > 2700 * 200
-    assert (peaks[1] - peaks[0]) / 2700 < 200, peaks
+    # In lists a token would take 16 bytes and more, so a row of 200 of them 3,200.
+    assert sizes[1] - sizes[0] > 2200 * 200
+    assert (peaks[1] - peaks[0]) / 2200 < 400, peaks
 
 
 def write_table(path: Path, kind: str, number: int) -> Path:
