@@ -304,6 +304,12 @@ class RunOptions(Options):
         "the hub; FILE@0.5 takes half of its rows each epoch, FILE@2 takes each twice (repeatable)",
     )
     out: str = Field("", description="the run folder of train: checkpoints, metrics and the adapter go there")
+    adapter: str | None = Field(
+        None,
+        min_length=1,
+        description="an adapter folder (ours or PEFT's) or a run folder to go on from; its rank, alpha, targets and "
+        "dropout hold, the optimizer starts afresh",
+    )
     resume: bool = Field(False, description="go on from the newest complete checkpoint in the run folder")
     override: bool = Field(False, description="on resume, let options given now replace those of the checkpoint")
     overwrite: bool = Field(False, description="replace an earlier run in the same folder")

@@ -150,6 +150,7 @@ OTHER_VALUES: dict[str, str] = {
     "memory_budget": "1GB", "kernels": "reference", "cache_dir": "elsewhere", "cuda_graph": "off",
     "system_policy": "fold",
     "allow": "two-bos",
+    "adapter": "a",
 }  # fmt: skip
 WITH = {"prompt_field": {"response_field": "a"}, "response_field": {"prompt_field": "q"}, "override": {"resume": True}}
 ALL_OPTIONS = {name: field for options in OPTION_SETS for name, field in options.model_fields.items()}

@@ -40,7 +40,7 @@ _NORM_NAME = re.compile(r"base_model\.model\.model\.(?:layers\.\d+\.(?:\w+\.)?)?
 # Keys of adapter_config.json that do not change what the adapter computes once its tensors are matched by name.
 _HARMLESS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "modules_to_save",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",
     "ensure_weight_tying", "runtime_config",
 }  # fmt: skip
@@ -60,6 +60,7 @@ class SavedAdapter:
     use_rslora: bool
     targets: list[str] | str
     tensors: dict[str, torch.Tensor]
+    dropout: float = 0.0
 
     @property
     def train_norms(self) -> bool:
@@ -194,6 +195,7 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
         use_rslora=bool(config.get("use_rslora", False)),
         targets=_targets(config, tensors),
         tensors=tensors,
+        dropout=float(config.get("lora_dropout") or 0.0),
     )
 
 
@@ -236,6 +238,8 @@ def _matters(key: str, value: Any) -> bool:
         return value not in _HARMLESS_INIT
     if key == "bias":
         return bool(value != "none")
+    if key == "modules_to_save":  # norms are trained here too; an embedding or a head is not
+        return not all(str(name).endswith("norm") for name in value or ())
     return bool(value)
 
 

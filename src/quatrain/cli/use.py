@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from quatrain.config import DataOptions, InstructConfig, build
 from quatrain.errors import ConfigError
-from quatrain.train.preflight import ADAPTER, RUN_FILE, is_run
+from quatrain.train.preflight import ADAPTER_CONFIG, RUN_FILE, find_adapter, is_run
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
     from quatrain.data.render import ChatRenderer
     from quatrain.data.tokenizer import Tokenizer
     from quatrain.train.pipeline import InstructPipeline
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 # Data options of a training run that also say how text becomes a prompt later on.
 _PROMPT_OPTIONS = (
@@ -82,13 +80,13 @@ def open_for_use(model: str, adapter: str | None) -> InUse:
     """
     from quatrain.checkpoint.open import open_source
 
-    folder = _adapter_folder(Path(adapter).expanduser()) if adapter else None
+    folder = find_adapter(Path(adapter).expanduser()) if adapter else None
     if adapter and folder is None:
         raise ConfigError(
             f"adapter: {adapter} holds no {ADAPTER_CONFIG}", hint="give an adapter folder or a run folder"
         )
     if folder is None and model:
-        folder = _adapter_folder(Path(model).expanduser())
+        folder = find_adapter(Path(model).expanduser())
         if folder is not None:
             model = ""
     elif folder is None:
@@ -113,14 +111,3 @@ def _with_adapter(folder: Path, base: str) -> InUse:
     if (folder / "tokenizer.json").is_file():
         data.pop("chat_template", None)
     return InUse(open_source(base or saved.base_name), folder, {**engine, **saved.options()}, data)
-
-
-def _adapter_folder(path: Path) -> Path | None:
-    for folder in (path, path / ADAPTER):
-        if (folder / ADAPTER_CONFIG).is_file():
-            return folder
-    if is_run(path):
-        raise ConfigError(
-            f"{path} is a run without an adapter yet", hint=f"go on with it: quatrain train --resume --out {path}"
-        )
-    return None

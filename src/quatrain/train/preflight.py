@@ -14,6 +14,7 @@ from quatrain.errors import CheckpointError, ConfigError, PlanError
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
 ADAPTER = "adapter"
+ADAPTER_CONFIG = "adapter_config.json"
 CHECKPOINTS = "checkpoints"
 
 
@@ -53,6 +54,19 @@ def is_run(folder: Path) -> bool:
         return "quatrain" in json.loads((folder / RUN_FILE).read_text())["versions"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def find_adapter(path: Path) -> Path | None:
+    """The adapter folder that `path` is or, as a run folder, holds; None where there is none. Raises ConfigError for a
+    run that has no adapter yet."""
+    for folder in (path, path / ADAPTER):
+        if (folder / ADAPTER_CONFIG).is_file():
+            return folder
+    if is_run(path):
+        raise ConfigError(
+            f"{path} is a run without an adapter yet", hint=f"go on with it: quatrain train --resume --out {path}"
+        )
+    return None
 
 
 def remove_run(folder: Path) -> None:

@@ -24,6 +24,7 @@ def identity_of(preparation: Preparation) -> dict[str, Any]:
         "model_sha256": preparation.source.fingerprint(),
         "threads": torch.get_num_threads(),
         "versions": versions(),
+        "started_from": preparation.start.record() if preparation.start is not None else None,
     }
 
 
@@ -44,6 +45,7 @@ def run_record(preparation: Preparation, identity: dict[str, Any]) -> dict[str, 
         "options": identity["options"],
         "given": identity["given"],
         "model_sha256": identity["model_sha256"],
+        "started_from": _without_digests(identity["started_from"]),
         "data_sha256": identity["data_sha256"],
         "data": preparation.prepared.report.as_json(),
         "threads": identity["threads"],
@@ -54,6 +56,10 @@ def run_record(preparation: Preparation, identity: dict[str, Any]) -> dict[str, 
         "device": preparation.layout.device,
         "plan": {**preparation.plan.as_json(), "choices": list(preparation.layout.choices)},
     }
+
+
+def _without_digests(started_from: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {name: value for name, value in started_from.items() if name != "lora_B"} if started_from else None
 
 
 def versions() -> dict[str, str]:

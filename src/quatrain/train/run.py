@@ -20,6 +20,7 @@ from quatrain.errors import CheckpointError, ConfigError, ModelError, QuatrainEr
 from quatrain.memory.process import peak_resident_bytes
 from quatrain.optim.schedule import Schedule, warmup_steps_of
 from quatrain.train.batching import Batching
+from quatrain.train.continuing import Start, digests, other_template, start_from
 from quatrain.train.interrupt import StopRequest
 from quatrain.train.loop import Ending, Progress, TrainingLoop
 from quatrain.train.preflight import ADAPTER, CHECKPOINTS, RUN_FILE, check_disk, check_run_folder, remove_run
@@ -48,6 +49,7 @@ class Preparation:
     layout: Layout
     schedule: Schedule
     notes: list[str]  # what will not happen, or not as one might expect
+    start: Start | None = None  # the adapter that the run goes on from
 
     @property
     def plan(self) -> MemoryPlan:
@@ -95,7 +97,9 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
     from quatrain.data.disk import configured_folder
     from quatrain.data.pipeline import prepare
 
-    source = open_source(settings.run.model)
+    source, start = open_source(settings.run.model), None
+    if settings.run.adapter is not None and not settings.run.resume:
+        settings, start = start_from(settings, source)
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise ModelError(
@@ -118,12 +122,14 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
     batching = Batching(prepared.train, settings.train, engine.seed, engine.micro_batch_tokens, prepared.shares)
     config = _engine_config(settings, batching, prepared.validation)
     notes = _check_schedule(settings, batching, prepared)
+    if start is not None:
+        notes = [*start.notices, *other_template(start, prepared.tokenizer), *notes]
     length = batching.length
     warmup = warmup_steps_of(length.total_steps, steps=settings.train.warmup_steps, ratio=settings.train.warmup_ratio)
     train = settings.train
     schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
     layout = layout_of(source, config, length.most_micro_batches, absent_gpu=absent_gpu)
-    return Preparation(settings, source, prepared, batching, config, layout, schedule, notes)
+    return Preparation(settings, source, prepared, batching, config, layout, schedule, notes, start)
 
 
 def layout_of(
@@ -152,9 +158,11 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
     _set_threads(settings.run.threads)
     preparation = prepare_run(settings, reporter)
     identity = identity_of(preparation)
+    settings = preparation.settings
     progress = Progress()
     if checkpoint is not None:
         progress = Progress(**checkpoint.progress["progress"])
+        identity["started_from"] = checkpoint.progress.get("started_from")  # absent in those of earlier versions
         _check_identity(checkpoint, identity, settings, reporter)
     check_disk(folder, sum(count for _, count in preparation.modules().values()), settings.train.keep_checkpoints)
     reporter.prepared(preparation)
@@ -191,7 +199,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
             adapter = _final_adapter(pipeline, folder, progress, ending, reporter)
             outcome = _outcome(ending, folder, adapter, preparation, progress, time.perf_counter() - began)
             if ending != "interrupted":
-                _require_changed(pipeline)
+                _require_changed(pipeline, identity["started_from"])
         finally:
             result = {"ending": ending, **asdict(progress), "peak_memory_bytes": peak_resident_bytes()}
             result["seconds"] = round(time.perf_counter() - began, 3)
@@ -314,6 +322,9 @@ def _load_pipeline(preparation: Preparation, checkpoint: Checkpoint | None, repo
     for line in pipeline.notices:
         reporter.notice(line)
     pipeline.tokenizer = preparation.prepared.tokenizer  # with the chat template that was really used
+    if preparation.start is not None:
+        pipeline.load_adapter(preparation.start.saved.folder)
+        reporter.notice(f"going on from the adapter in {preparation.start.saved.folder}")
     if checkpoint is not None:
         tensors = checkpoint.tensors()
         check_same_parameters(tensors, pipeline.state(), checkpoint.path)
@@ -344,13 +355,12 @@ def _final_adapter(
     return adapter
 
 
-def _require_changed(pipeline: InstructPipeline) -> None:
-    """Every targeted adapter must have learned: B starts at zero, so a B that is all zero was never updated."""
-    unchanged = [
-        name.removeprefix("master.").removesuffix(".lora_B.weight")
-        for name, tensor in pipeline.state().items()
-        if name.startswith("master.") and name.endswith(".lora_B.weight") and not tensor.any()
-    ]
+def _require_changed(pipeline: InstructPipeline, started_from: dict[str, Any] | None = None) -> None:
+    """Every targeted adapter must have learned: its B is no longer the one it started with, which is zero but for an
+    adapter that was gone on from."""
+    masters = {name.removeprefix("master."): t for name, t in pipeline.state().items() if name.startswith("master.")}
+    then = started_from["lora_B"] if started_from else {}
+    unchanged = [module for module, digest in digests(masters).items() if digest == then.get(module)]
     if unchanged:
         raise QuatrainError(
             f"{len(unchanged)} adapters did not change at all, first {unchanged[0]}: this run is not a success",
