@@ -59,7 +59,7 @@ def edited(world: Path, tmp_path: Path, **changes: Any) -> Path:
 
 
 def test_the_first_step_has_the_loss_and_norm_of_peft_s_model(world: Path, tmp_path: Path) -> None:
-    """I5, I7: rank, alpha, rsLoRA and targets are those of the file, without a flag; step 1 starts where PEFT stopped."""
+    """I5, I7: rank, alpha, rsLoRA and targets are the file's, without a flag; step 1 starts where PEFT stopped."""
     options = given(world, tmp_path / "out", max_steps=2)
     it = prepare_run(Settings.resolve(options), Recorder())
     assert (it.config.lora_rank, it.config.lora_alpha, it.config.use_rslora) == (3, 6.5, True)
@@ -110,7 +110,7 @@ def test_resume_is_the_unbroken_run_and_needs_the_adapter_no_more(world: Path, t
     assert all(torch.equal(one[name], other[name]) for name in other)
     record = json.loads((tmp_path / "parts" / "run.json").read_text())
     assert record["started_from"]["folder"] == str(adapter)
-    with pytest.raises(ConfigError, match="adapter: .* in the checkpoint, elsewhere now"):
+    with pytest.raises(ConfigError, match=r"adapter: .* in the checkpoint, elsewhere now"):
         train({"out": str(tmp_path / "parts"), "resume": True, "adapter": "elsewhere"}, Recorder())
 
 

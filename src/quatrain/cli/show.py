@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from quatrain.cli.console import block, columns, count, duration, megabytes, millions, several
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from quatrain.checkpoint.source import ModelSource
@@ -137,6 +139,14 @@ def options(console: Console, values: dict[str, Any]) -> None:
     block(console, "options", [", ".join(shown) if shown else "all at their defaults"])
 
 
+def vllm(console: Console, adapter: Path) -> None:
+    """Whether vLLM would load an adapter as it lies there."""
+    from quatrain.checkpoint.vllm import check
+
+    verdict = check(adapter)
+    block(console, "vllm", verdict.lines(), "bold cyan" if verdict.loads else "yellow")
+
+
 def outcome(console: Console, it: Outcome) -> None:
     """How a run ended, and what to do next."""
     folder = shlex.quote(str(it.folder))
@@ -152,4 +162,5 @@ def outcome(console: Console, it: Outcome) -> None:
     elif it.adapter is not None:
         which = f"step {it.best_step}, the best" if it.best_step is not None else f"step {it.steps}, the last"
         block(console, "adapter", [f"{it.adapter} ({which})"])
+        vllm(console, it.adapter)
         block(console, "try it", [f"quatrain chat --model {folder}"])

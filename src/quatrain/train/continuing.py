@@ -1,7 +1,7 @@
 """Going on from an adapter that exists: one of ours, or one that PEFT has saved.
 
-What the adapter is (rank, alpha, targets, rsLoRA, dropout, trained norms) comes from its own files; the weights are the
-start, the optimizer is fresh. A checkpoint remembers what the start was, so that a resumed run needs the folder no more.
+What the adapter is (rank, alpha, targets, rsLoRA, dropout, trained norms) comes from its own files; its weights are
+the start, the optimizer is fresh. A checkpoint remembers the start, so that a resumed run needs the folder no more.
 """
 
 from __future__ import annotations
