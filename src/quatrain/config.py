@@ -26,6 +26,18 @@ MOST_WEIGHT = 1000  # of a data source
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
+# For editors: what is accepted besides the declared type, and bounds that a validator holds.
+_EVERY_SCHEMA: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "epoch"}]}
+_SIZE_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "exclusiveMinimum": 0},
+        {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*([kKmMgG]?[iI]?[bB])?\s*$"},
+        {"type": "null"},
+    ]
+}
+_MOMENT_SCHEMA: dict[str, Any] = {"type": "number", "minimum": 0, "exclusiveMaximum": 1}
+
+
 def parse_bytes(text: str | int) -> int:
     """Bytes from `1500000000`, `"1.5GB"` or `"1400 MiB"`. Raises ValueError with the accepted forms."""
     if isinstance(text, int):
@@ -57,7 +69,11 @@ class InstructConfig(Options):
     use_rslora: bool = Field(False, description="scale by alpha / sqrt(r)")
     learning_rate: float = Field(2e-4, gt=0, description="peak learning rate")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decay rates")
+    betas: tuple[float, float] = Field(
+        (0.9, 0.999),
+        description="AdamW's moment decay rates",
+        json_schema_extra={"items": _MOMENT_SCHEMA},
+    )
     adam_eps: float = Field(1e-8, gt=0, description="AdamW's denominator term")
     max_seq_len: int = Field(512, ge=2, description="longest row in tokens")
     max_grad_norm: float = Field(1.0, gt=0, description="clip the gradient norm to this")
@@ -89,7 +105,10 @@ class InstructConfig(Options):
         None, ge=2, description="tokens of one packed micro-batch; default: max(max_seq_len, 2048)"
     )
     memory_budget: int | None = Field(
-        None, gt=0, description="bytes the whole process may take, e.g. 1.5GB; default: 80 percent of what is available"
+        None,
+        gt=0,
+        description="bytes the whole process may take, e.g. 1.5GB; default: 80 percent of what is available",
+        json_schema_extra=_SIZE_SCHEMA,
     )
 
     @field_validator("memory_budget", mode="before")
@@ -222,7 +241,9 @@ class TrainOptions(Options):
     warmup_ratio: float = Field(0.03, ge=0, lt=1, description="share of all optimizer steps spent warming up")
     lr_floor: float = Field(0.0, ge=0, le=1, description="lowest learning rate, as a fraction of the peak")
     eval_every: int | Literal["epoch"] = Field(
-        "epoch", description="evaluate every N optimizer steps or every epoch; always at the end as well"
+        "epoch",
+        description="evaluate every N optimizer steps or every epoch; always at the end as well",
+        json_schema_extra=_EVERY_SCHEMA,
     )
     patience: int | None = Field(
         None,
@@ -230,7 +251,9 @@ class TrainOptions(Options):
         description="stop when this many evaluations in a row are no better than the best (NaN is no better)",
     )
     save_every: int | Literal["epoch"] = Field(
-        "epoch", description="write a checkpoint every N optimizer steps or every epoch; always at the end as well"
+        "epoch",
+        description="write a checkpoint every N optimizer steps or every epoch; always at the end as well",
+        json_schema_extra=_EVERY_SCHEMA,
     )
     keep_checkpoints: int = Field(
         2, ge=1, description="checkpoints to keep: the newest, the best, then the newest of the others"
@@ -302,6 +325,7 @@ class RunOptions(Options):
         default_factory=list,
         description="a data file (JSONL, JSON, CSV or Parquet, also gzipped), a folder of them, or hf:owner/name of "
         "the hub; FILE@0.5 takes half of its rows each epoch, FILE@2 takes each twice (repeatable)",
+        json_schema_extra={"type": ["array", "string"]},
     )
     out: str = Field("", description="the run folder of train: checkpoints, metrics and the adapter go there")
     adapter: str | None = Field(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quatrain.cli.complete import runs
 from quatrain.errors import ConfigError
 
 NAME = "adapter"
@@ -20,7 +21,7 @@ Example: quatrain adapter runs/first
 
 
 def command(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="An adapter folder or a run folder.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="An adapter folder or a run folder.", autocompletion=runs)],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     from quatrain.checkpoint import vllm

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quatrain.cli.complete import models, runs
 from quatrain.cli.options import Group, with_options
 from quatrain.config import GenerateConfig, InstructConfig, build
 from quatrain.errors import DataError
@@ -34,8 +35,8 @@ ADAPTER_HELP = "an adapter folder for --model to be its base"
 def command(
     given: dict[str, Any],
     prompt: Annotated[str | None, typer.Argument(help="One message to answer.", show_default=False)] = None,
-    model: Annotated[str, typer.Option("--model", help=MODEL_HELP, show_default=False)] = "",
-    adapter: Annotated[str | None, typer.Option("--adapter", help=ADAPTER_HELP)] = None,
+    model: Annotated[str, typer.Option("--model", autocompletion=models, help=MODEL_HELP, show_default=False)] = "",
+    adapter: Annotated[str | None, typer.Option("--adapter", autocompletion=runs, help=ADAPTER_HELP)] = None,
     system: Annotated[str | None, typer.Option("--system", help="system text; default: the run's")] = None,
 ) -> None:
     from quatrain.cli.use import open_for_use

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quatrain.cli.complete import models, runs
 from quatrain.cli.options import Group, with_options
 from quatrain.config import DataOptions, InstructConfig
 from quatrain.errors import ConfigError
@@ -39,9 +40,9 @@ def command(
     given: dict[str, Any],
     files: Annotated[list[str] | None, typer.Argument(metavar="DATA", help="Data files.", show_default=False)] = None,
     data: Annotated[list[str] | None, typer.Option("--data", help="a data file (repeatable)")] = None,
-    model: Annotated[str, typer.Option("--model", help="a run, an adapter or a model", show_default=False)] = "",
+    model: Annotated[str, typer.Option("--model", autocompletion=models, help="a run, an adapter or a model", show_default=False)] = "",
     adapter: Annotated[
-        str | None, typer.Option("--adapter", help="an adapter folder for --model to be its base")
+        str | None, typer.Option("--adapter", autocompletion=runs, help="an adapter folder for --model to be its base")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

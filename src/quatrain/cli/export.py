@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from quatrain.cli.complete import models, runs
 from quatrain.cli.options import Group, with_options
 from quatrain.config import ExportOptions, InstructConfig
 
@@ -26,8 +27,8 @@ ENGINE = ("quantize", "double_quant")
 @with_options(Group("Export", ExportOptions), Group("How it was trained", InstructConfig, ENGINE))
 def command(
     given: dict[str, Any],
-    adapter: Annotated[str, typer.Option("--adapter", help="an adapter folder or a run folder")] = "",
-    model: Annotated[str, typer.Option("--model", help="the base model; default: what the adapter names")] = "",
+    adapter: Annotated[str, typer.Option("--adapter", autocompletion=runs, help="an adapter folder or a run folder")] = "",
+    model: Annotated[str, typer.Option("--model", autocompletion=models, help="the base model; default: what the adapter names")] = "",
 ) -> None:
     from quatrain.cli.console import block, megabytes, stdout
     from quatrain.cli.use import open_for_use

@@ -9,19 +9,18 @@ from typing import Annotated
 
 import typer
 
-from quatrain.cli import adapter, bench, cache, chat, check, doctor, errors, evaluate, export, plan, train
+from quatrain.cli import adapter, bench, cache, chat, check, doctor, errors, evaluate, export, init, plan, schema, train
 
 app = typer.Typer(
     name="quatrain",
     help="Fine-tune instruction models with QLoRA, on a CPU or a GPU.",
     no_args_is_help=True,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 # Starting makes several hundred thousand objects that stay (torch's modules, a vocabulary). At Python's default of 700
 # a collection, looking through them again and again takes a third of the start.
 _OBJECTS_A_COLLECTION = 100_000
-COMMANDS = (train, check, plan, evaluate, chat, export, adapter, cache, bench, doctor)
+COMMANDS = (init, train, check, plan, evaluate, chat, export, adapter, cache, bench, doctor, schema)
 for module in COMMANDS:
     app.command(name=module.NAME, help=module.HELP)(module.command)
 

@@ -17,7 +17,8 @@ from typing import Any
 import typer
 import yaml
 
-from quatrain.config import Options
+from quatrain.cli.complete import completer
+from quatrain.config import EXCLUSIVE, Options
 from quatrain.errors import ConfigError
 
 ALIASES = {"learning_rate": "--lr"}
@@ -62,6 +63,8 @@ def with_options(*groups: Group) -> Callable[[Callable[..., None]], Callable[...
                 if field.annotation is bool and values.pop(_OFF + name):
                     value = False
                 if value is not None and value != []:
+                    for other in _excluded_by(name):
+                        given.pop(other, None)
                     given[name] = _split(value, field.annotation)
             command(given, **values)
 
@@ -72,6 +75,11 @@ def with_options(*groups: Group) -> Callable[[Callable[..., None]], Callable[...
         return run
 
     return decorate
+
+
+def _excluded_by(name: str) -> list[str]:
+    """Options of a file that a flag for this one replaces: they say the same thing in another way."""
+    return [other for pair in EXCLUSIVE if name in pair for other in pair if other != name]
 
 
 def flag_of(name: str) -> str:
@@ -125,7 +133,10 @@ def _flags(name: str, field: Any, title: str) -> list[inspect.Parameter]:
     kind: Any = list[str] | None if _repeatable(field.annotation) else str | None
     metavar = metavar_of(field.annotation).replace("INTEGER", "N").replace("NUMBER", "X")
     metavar = "WORD" if metavar.islower() else metavar.replace("TEXT|A,B", "TEXT")
-    return [_parameter(name, kind, typer.Option(*names, help=help_text, metavar=metavar, rich_help_panel=title))]
+    option = typer.Option(
+        *names, help=help_text, metavar=metavar, rich_help_panel=title, autocompletion=completer(name, field.annotation)
+    )
+    return [_parameter(name, kind, option)]
 
 
 def _help(field: Any) -> str:
