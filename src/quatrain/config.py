@@ -419,28 +419,50 @@ def build(cls: type[OptionsT], values: dict[str, Any], *, where: str = "options"
 def build_all(classes: Sequence[type[Any]], values: dict[str, Any], *, where: str = "options") -> dict[type[Any], Any]:
     """Several option sets from one flat mapping. Raises one ConfigError that lists every problem of all of them."""
     known = {name for cls in classes for name in cls.model_fields}
-    problems = [_unknown(name, known) for name in values if name not in known]
+    problems = [_unknown(name, value, known) for name, value in values.items() if name not in known]
     built = {}
     for cls in classes:
         try:
             built[cls] = cls(**{name: value for name, value in values.items() if name in cls.model_fields})
         except ValidationError as error:
-            problems += [_problem(problem) for problem in error.errors()]
+            problems += _problems(error)
     if problems:
         raise ConfigError(f"{where}: " + "; ".join(problems))
     return built
 
 
-def _unknown(name: str, known: Collection[str]) -> str:
+def _unknown(name: str, value: Any, known: Collection[str]) -> str:
+    if isinstance(value, dict) and value:
+        inside = [str(key) if key in known else _near(str(key), known) or str(key) for key in value]
+        return f"unknown option {name!r}: options are not nested; write {', '.join(inside)} at the top level"
+    near = _near(name, known)
+    return f"unknown option {name!r}" + (f", did you mean {near!r}?" if near else "")
+
+
+def _near(name: str, known: Collection[str]) -> str | None:
+    """The known option that a name most likely stands for."""
     plain = name.replace("-", "_")
-    synonym = _SYNONYMS.get(plain)
-    near = [synonym] if synonym in known else difflib.get_close_matches(plain, known, n=1)
-    return f"unknown option {name!r}" + (f", did you mean {near[0]!r}?" if near else "")
+    if (synonym := _SYNONYMS.get(plain)) in known:
+        return synonym
+    return next(iter(difflib.get_close_matches(plain, known, n=1)), None)
 
 
-def _problem(problem: Any) -> str:
-    kind, where = problem["type"], ".".join(str(part) for part in problem["loc"][:1])
-    message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "want")
-    if kind == "missing":
-        return f"{where}: nothing given, and there is no default"
-    return f"{where}: {message} (got {problem['input']!r})" if where else message
+def _problems(error: ValidationError) -> list[str]:
+    """One line for each option, or item of a list, that is wrong."""
+    wants: dict[str, list[str]] = {}
+    got: dict[str, Any] = {}
+    for problem in error.errors():
+        # An option that takes one of several kinds has a problem with each of them, at the same place.
+        name, *inside = problem["loc"] or ("",)
+        where = str(name) + "".join(f"[{part}]" for part in inside if isinstance(part, int))
+        message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "want")
+        if problem["type"] == "missing":
+            message = "nothing given, and there is no default"
+        elif name:
+            got[where] = problem["input"]
+        found = wants.setdefault(where, [])
+        found.append(message.removeprefix("want ") if found else message)
+    return [
+        (f"{where}: " if where else "") + " or ".join(texts) + (f" (got {got[where]!r})" if where in got else "")
+        for where, texts in wants.items()
+    ]

@@ -94,6 +94,33 @@ def test_a_bad_file_is_refused_with_its_place(tmp_path: Path, text: str, message
         yaml_of(tmp_path, text)
 
 
+def test_nested_options_and_lists_are_refused_with_what_was_meant(tmp_path: Path) -> None:
+    """P4: all at once, one line for each option, items of lists by their place."""
+    text = """
+        lora: {rank: 8, dropout: 0.1}
+        training: {lerning_rate: 1e-4, epochs: 2}
+        lora_rnk: 3
+        data: [a.jsonl, {path: b.jsonl}]
+        lora_targets: {a: b}
+        batch_size: [4]
+        save_every: [1]
+    """
+    with pytest.raises(ConfigError) as error:
+        resolve(tmp_path, text)
+    said = str(error.value).removeprefix("options: ").split("; ")
+    assert said == [
+        "unknown option 'lora': options are not nested",
+        "write lora_rank, lora_dropout at the top level",
+        "unknown option 'training': options are not nested",
+        "write learning_rate, epochs at the top level",
+        "unknown option 'lora_rnk', did you mean 'lora_rank'?",
+        "data[1]: want a valid string (got {'path': 'b.jsonl'})",
+        "batch_size: want a valid integer (got ['4'])",
+        "save_every: want 'epoch' or a number of optimizer steps of at least 1 (got ['1'])",
+        "lora_targets: want a valid string or a valid list (got {'a': 'b'})",
+    ]
+
+
 def test_an_empty_file_gives_nothing_and_a_missing_one_is_named(tmp_path: Path) -> None:
     assert yaml_of(tmp_path, "# nothing\n") == {}
     with pytest.raises(ConfigError, match="cannot read"):
