@@ -21,7 +21,9 @@ Example: quatrain adapter runs/first
 
 
 def command(
-    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="An adapter folder or a run folder.", autocompletion=runs)],
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="An adapter folder or a run folder.", autocompletion=runs)
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     from quatrain.checkpoint import vllm

@@ -40,7 +40,9 @@ def command(
     given: dict[str, Any],
     files: Annotated[list[str] | None, typer.Argument(metavar="DATA", help="Data files.", show_default=False)] = None,
     data: Annotated[list[str] | None, typer.Option("--data", help="a data file (repeatable)")] = None,
-    model: Annotated[str, typer.Option("--model", autocompletion=models, help="a run, an adapter or a model", show_default=False)] = "",
+    model: Annotated[
+        str, typer.Option("--model", autocompletion=models, help="a run, an adapter or a model", show_default=False)
+    ] = "",
     adapter: Annotated[
         str | None, typer.Option("--adapter", autocompletion=runs, help="an adapter folder for --model to be its base")
     ] = None,

@@ -27,8 +27,12 @@ ENGINE = ("quantize", "double_quant")
 @with_options(Group("Export", ExportOptions), Group("How it was trained", InstructConfig, ENGINE))
 def command(
     given: dict[str, Any],
-    adapter: Annotated[str, typer.Option("--adapter", autocompletion=runs, help="an adapter folder or a run folder")] = "",
-    model: Annotated[str, typer.Option("--model", autocompletion=models, help="the base model; default: what the adapter names")] = "",
+    adapter: Annotated[
+        str, typer.Option("--adapter", autocompletion=runs, help="an adapter folder or a run folder")
+    ] = "",
+    model: Annotated[
+        str, typer.Option("--model", autocompletion=models, help="the base model; default: what the adapter names")
+    ] = "",
 ) -> None:
     from quatrain.cli.console import block, megabytes, stdout
     from quatrain.cli.use import open_for_use

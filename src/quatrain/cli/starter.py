@@ -1,4 +1,4 @@
-"""The text of a starter file: every option of a run with its description, the common ones set, the others as comments."""
+"""The text of a starter file: every option of a run with its description; the common ones are set."""
 
 from __future__ import annotations
 

@@ -126,8 +126,8 @@ def _suggest_lengths(found: Suggestions, report: DataReport, longest: int) -> No
     kinds = ", ".join(f"{name} {number:,}" for name, number in report.schemas.items())
     found.seen.append(f"{report.read:,} rows read, {report.used:,} usable: {kinds}; template: {report.template}")
     found.seen.append(
-        f"rows of {lengths.min:,} to {lengths.max:,} tokens, half of them up to {lengths.median:,.0f}, 95 percent up to "
-        f"{lengths.p95:,}"
+        f"rows of {lengths.min:,} to {lengths.max:,} tokens, half of them up to {lengths.median:,.0f}, "
+        f"95 percent up to {lengths.p95:,}"
     )
     if lengths.max <= _LONG or lengths.p95 > _LONG:
         limit, why = lengths.max, f"the longest row has {lengths.max} tokens"
