@@ -174,7 +174,7 @@ def test_data_of_no_use_stops_train_before_the_weights(
 
 def test_plan_reads_no_weight(world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """M7: the need is known from the configuration alone."""
-    monkeypatch.setattr("quatrain.checkpoint.load.load_params", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("quatrain.checkpoint.hf_folder.HfFolder.tensor", lambda *_: pytest.fail("weights were read"))
     words = ["plan", "--model", str(world / "model"), *QUICK]
     assert main([*words, "--names"]) == 0
     assert "2048 tokens a micro-batch" in (said := capsys.readouterr().out) and "block inputs: hidden.0" in said

@@ -1,4 +1,4 @@
-"""`quatrain plan`: how many steps, how many tokens, how much memory; no weight is read."""
+"""`quatrain plan`: what a run will take (steps, tokens, memory, time, disk) and what each knob would save."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 NAME = "plan"
 HELP = """Show what a training run would need, without reading a weight.
 
-Takes the options of `train`. Without data the memory is planned for micro-batches of --micro-batch-tokens. With --shape
+Takes the options of `train`. Steps and memory are exact; the time comes from a few steps of a piece of the model in
+this run's shapes, with random weights (--no-measure leaves them out); the knobs are runs that are really laid out.
+
+Without data the memory is planned for micro-batches of --micro-batch-tokens. With --shape
 no model is needed, and with --device cuda no GPU: the plan is then for --memory-budget, or for the smallest usual card.
 
 Example: quatrain plan --model smollm2-135m --data rows.jsonl --batch-size 16
@@ -28,7 +31,7 @@ Example: quatrain plan --shape qwen3-8b --device cuda --tokens 4096
 """
 
 GROUPS = (
-    Group("Run", RunOptions, ("model", "data")),
+    Group("Run", RunOptions, ("model", "data", "out", "adapter")),
     Group("Training", TrainOptions),
     Group("Data", DataOptions),
     Group("Adapters, optimizer, memory", InstructConfig),
@@ -46,9 +49,11 @@ def command(
         str | None, typer.Option("--tokens", metavar="N", help="The same as --micro-batch-tokens.")
     ] = None,
     names: Annotated[bool, typer.Option("--names", help="Show every entry by name, not only the groups.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure/--no-measure", help="Measure a second or two for the time estimate.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    from quatrain.cli import show
     from quatrain.cli.console import block, columns, megabytes, stdout
     from quatrain.train.settings import Settings
 
@@ -65,32 +70,70 @@ def command(
         return
     settings.require("model")
     if settings.run.data:
-        from quatrain.cli.progress import TerminalReporter
-        from quatrain.train.reporter import Reporter
-        from quatrain.train.run import prepare_run
-
-        it = prepare_run(settings, Reporter() if as_json else TerminalReporter(), absent_gpu=True)
-        layout, length = it.layout, it.batching.length
-        if not as_json:
-            show.preparation(console, it)
-        facts: dict[str, Any] = {"total_steps": length.total_steps, "largest_micro_batch": length.largest_micro_batch}
+        layout, facts = _plan_run(console, settings, measure, as_json)
     else:
-        from quatrain.checkpoint.open import open_source
-        from quatrain.train.run import layout_of
-
-        source = open_source(settings.run.model)
-        layout, facts = layout_of(source, settings.engine, absent_gpu=True), {}
-        if not as_json:
-            show.model(console, source, settings.engine, layout)
-            block(
-                console, "capacity", [f"{settings.engine.capacity} tokens a micro-batch (give --data to plan for it)"]
-            )
-            show.plan(console, layout)
+        layout, facts = _plan_model(console, settings, as_json)
     if as_json:
         print(json.dumps({**facts, **_facts(layout)}))
     elif names:
         rows = [[f"{entry.group}: {entry.name}", megabytes(entry.nbytes)] for entry in layout.plan.entries]
         block(console, "by name", columns(rows))
+
+
+def _plan_run(console: Console, settings: Settings, measure: bool, as_json: bool) -> tuple[Layout, dict[str, Any]]:
+    """A model and its data: everything that a run will take."""
+    from quatrain.cli import forecast as shown
+    from quatrain.cli import show
+    from quatrain.cli.progress import TerminalReporter
+    from quatrain.train.forecast import Forecast
+    from quatrain.train.knobs import Setup, knobs
+    from quatrain.train.reporter import Reporter
+    from quatrain.train.run import layout_of, prepare_run
+
+    it = prepare_run(settings, Reporter() if as_json else TerminalReporter(), absent_gpu=True)
+    forecast = Forecast(it)
+
+    def lay(config: InstructConfig, micro_batches: int) -> Layout:
+        return layout_of(it.source, config, micro_batches, absent_gpu=True)
+
+    found = knobs(Setup(it.source.spec, it.config, it.layout, lay, it.batching, tuple(it.prepared.validation)))
+    rates = shown.measured(it, forecast, fresh=True) if measure else None
+    if not as_json:
+        show.preparation(console, it)
+        shown.work(console, forecast)
+        if measure:
+            shown.time(console, forecast, rates)
+        shown.disk(console, forecast.disk())
+        shown.knobs(console, found)
+    return it.layout, shown.as_json(forecast, rates, found)
+
+
+def _plan_model(console: Console, settings: Settings, as_json: bool) -> tuple[Layout, dict[str, Any]]:
+    """A model alone: memory for micro-batches of the capacity that was asked for, and the knobs."""
+    from quatrain.checkpoint.open import open_source
+    from quatrain.cli import forecast as shown
+    from quatrain.cli import show
+    from quatrain.cli.console import block
+    from quatrain.train.continuing import start_from
+    from quatrain.train.knobs import Setup, knobs
+    from quatrain.train.run import layout_of
+
+    source = open_source(settings.run.model)
+    if settings.run.adapter is not None:
+        settings, _ = start_from(settings, source)
+    config = settings.engine
+    layout = layout_of(source, config, absent_gpu=True)
+
+    def lay(config: InstructConfig, micro_batches: int) -> Layout:
+        return layout_of(source, config, micro_batches, absent_gpu=True)
+
+    found = knobs(Setup(source.spec, config, layout, lay))
+    if not as_json:
+        show.model(console, source, config, layout)
+        block(console, "capacity", [f"{config.capacity} tokens a micro-batch (give --data to plan for it)"])
+        show.plan(console, layout)
+        shown.knobs(console, found)
+    return layout, {"knobs": [knob.as_json() for knob in found]}
 
 
 def _layout_of_shape(name: str, settings: Settings) -> Layout:

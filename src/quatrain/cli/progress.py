@@ -42,6 +42,16 @@ class TerminalReporter(Reporter):
 
     def prepared(self, preparation: Preparation) -> None:
         show.preparation(self.console, preparation)
+        if not preparation.settings.run.resume:  # a resumed run knows its speed after its first step
+            self._forecast(preparation)
+
+    def _forecast(self, preparation: Preparation) -> None:
+        from quatrain.cli import forecast as shown
+        from quatrain.train.forecast import Forecast
+
+        forecast = Forecast(preparation)
+        shown.work(self.console, forecast)
+        shown.time(self.console, forecast, shown.measured(preparation, forecast, fresh=False))
 
     def started(self, step: int, total_steps: int) -> None:
         self.began, self.first_step, self.total = time.monotonic(), step, total_steps

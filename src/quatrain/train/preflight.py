@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from quatrain.config import RunOptions
@@ -78,17 +79,47 @@ def remove_run(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def check_disk(folder: Path, trainable_parameters: int, keep: int) -> None:
-    """Raise PlanError when the checkpoints (masters and moments, fp32) that are there at once exceed the free space:
-    those that are kept, two at least, and the one that is being written."""
-    per_checkpoint = 12 * trainable_parameters
-    need = per_checkpoint * (max(keep, 2) + 1) + 8 * trainable_parameters
+@dataclass(frozen=True)
+class DiskNeed:
+    """Bytes that a run writes: in its folder `checkpoints` that are there at once (masters and moments, fp32) and the
+    `adapter` twice while it is replaced; elsewhere, once for each model, the quantised base that is kept."""
+
+    folder: Path
+    checkpoint: int
+    checkpoints: int
+    adapter: int
+    cache: int
+    free: int
+
+    @property
+    def run_bytes(self) -> int:
+        return self.checkpoints * self.checkpoint + 2 * self.adapter
+
+    def as_json(self) -> dict[str, int]:
+        return {
+            "run_bytes": self.run_bytes,
+            "checkpoint_bytes": self.checkpoint,
+            "checkpoints": self.checkpoints,
+            "adapter_bytes": self.adapter,
+            "cache_bytes": self.cache,
+            "free_bytes": self.free,
+        }
+
+
+def disk_need(folder: Path, trainable_parameters: int, keep: int, cache: int = 0) -> DiskNeed:
+    """What a run in `folder` needs: the checkpoints that are kept, two at least, and the one being written."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    if free < need:
+    return DiskNeed(folder, 12 * trainable_parameters, max(keep, 2) + 1, 4 * trainable_parameters, cache, free)
+
+
+def check_disk(folder: Path, trainable_parameters: int, keep: int) -> None:
+    """Raise PlanError when what the run folder will hold at once exceeds the free space."""
+    need = disk_need(folder, trainable_parameters, keep)
+    if need.free < need.run_bytes:
         raise PlanError(
-            f"{folder} needs {need / 1e6:.0f} MB for {keep} checkpoints, the next one and the adapter; "
-            f"the disk has {free / 1e6:.0f} MB left",
+            f"{folder} needs {need.run_bytes / 1e6:.0f} MB for {keep} checkpoints, the next one and the adapter; "
+            f"the disk has {need.free / 1e6:.0f} MB left",
             hint="free some space, lower --keep-checkpoints, or choose another --out",
         )
 

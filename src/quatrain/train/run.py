@@ -49,6 +49,7 @@ class Preparation:
     layout: Layout
     schedule: Schedule
     notes: list[str]  # what will not happen, or not as one might expect
+    evaluations: int
     start: Start | None = None  # the adapter that the run goes on from
 
     @property
@@ -121,7 +122,8 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
         reporter.notice(line)
     batching = Batching(prepared.train, settings.train, engine.seed, engine.micro_batch_tokens, prepared.shares)
     config = _engine_config(settings, batching, prepared.validation)
-    notes = _check_schedule(settings, batching, prepared)
+    evaluations = count_evaluations(settings, batching, prepared)
+    notes = _check_schedule(settings, batching, prepared, evaluations)
     if start is not None:
         notes = [*start.notices, *other_template(start, prepared.tokenizer), *notes]
     length = batching.length
@@ -129,7 +131,7 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
     train = settings.train
     schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
     layout = layout_of(source, config, length.most_micro_batches, absent_gpu=absent_gpu)
-    return Preparation(settings, source, prepared, batching, config, layout, schedule, notes, start)
+    return Preparation(settings, source, prepared, batching, config, layout, schedule, notes, evaluations, start)
 
 
 def layout_of(
@@ -225,20 +227,26 @@ def _engine_config(settings: Settings, batching: Batching, validation: Rows) -> 
     return settings.engine.model_copy(update={"micro_batch_tokens": capacity})
 
 
-def _check_schedule(settings: Settings, batching: Batching, prepared: Prepared) -> list[str]:
+def count_evaluations(settings: Settings, batching: Batching, prepared: Prepared) -> int:
+    """How often a run that is neither resumed nor stopped early evaluates."""
+    if not prepared.validation:
+        return 0
+    every, total = settings.train.eval_every, batching.length.total_steps
+    return sum(
+        step == total or (step % every == 0 if isinstance(every, int) else batching.length.ends_epoch(step))
+        for step in range(1, total + 1)
+    )
+
+
+def _check_schedule(settings: Settings, batching: Batching, prepared: Prepared, evaluations: int) -> list[str]:
     """What will not happen in this run, or not as one might expect; refuses early stopping that could never stop."""
     options, total = settings.train, batching.length.total_steps
     notes = []
-    evaluations = 0
     if prepared.validation:
-        every = options.eval_every
-        due = range(1, total + 1)
-        evaluations = sum(
-            step == total or (step % every == 0 if isinstance(every, int) else batching.length.ends_epoch(step))
-            for step in due
-        )
-        if isinstance(every, int) and every > total:
-            notes.append(f"eval_every is {every} and the run has {total} steps: one evaluation, at the end")
+        if isinstance(options.eval_every, int) and options.eval_every > total:
+            notes.append(
+                f"eval_every is {options.eval_every} and the run has {total} steps: one evaluation, at the end"
+            )
     else:
         notes.append("no evaluation will happen in this run: there are no validation rows (see --val-split)")
     if options.patience is not None and evaluations <= options.patience:

@@ -1,0 +1,170 @@
+"""A few training steps of a small piece of a run's model, in its shapes, to tell how long the whole will take.
+
+The piece is one or two of its layers with random weights and its micro-batches' own rows. Every op is timed; the sums
+by part become the run's `Rates`. Measured rates are kept in the cache folder, by machine, versions and shape.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import platform
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quatrain.bench.shapes import RandomWeights
+from quatrain.checkpoint.atomic import write_file
+from quatrain.checkpoint.cache import cache_folder
+from quatrain.config import InstructConfig
+from quatrain.data.row import IGNORE, Row
+from quatrain.engine.layout import Layout
+from quatrain.errors import QuatrainError
+from quatrain.model.adapters import match_targets
+from quatrain.model.spec import ModelSpec
+from quatrain.train.forecast import Rates
+from quatrain.train.pipeline import InstructPipeline
+from quatrain.train.record import versions
+from quatrain.train.workload import Load, training_flops
+
+FOLDER = "rates"
+LAYERS, LEAST_TOKENS, REPEATS = 2, 32, 3
+_TABLE = 1 << 25
+"""Values of the embedding table at most: a larger vocabulary is cut, and the head's time scaled."""
+_UPDATE = ("sum_squares", "clip_scale", "adamw_step")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A small model in a run's shape, and rows like the run's."""
+
+    spec: ModelSpec
+    config: InstructConfig
+    rows: list[Row]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.rows))
+
+    def key(self, layout: Layout) -> str:
+        """All that decides the rates, hashed. Lengths count by their size only."""
+        shape = replace(self.spec, vocab_size=0)
+        sizes = [self.tokens.bit_length(), max(map(len, self.rows)).bit_length(), len(self.rows).bit_length()]
+        made = [
+            platform.machine(), _cpu(), torch.get_num_threads(), layout.backend.name, str(layout.compute_dtype),
+            repr(shape), self.config.lora_rank, self.config.lora_targets, self.config.lora_dropout > 0,
+            self.config.quantize, self.config.double_quant, self.config.train_norms, self.config.clip, sizes,
+            versions(),
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(made, default=str, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def piece_of(spec: ModelSpec, config: InstructConfig, rows: Sequence[Row], most_flops: float) -> Piece:
+    """Two layers, or one where two take more than `most_flops`, and as many of `rows` as do not."""
+    linears = sorted({linear for _, linear in match_targets(spec, config.lora_targets)})
+    vocab = min(spec.vocab_size, max(_TABLE // spec.hidden_size, 256))
+    for layers in range(min(LAYERS, spec.num_layers), 0, -1):
+        small = replace(
+            spec, num_layers=layers, windows=spec.windows[:layers], vocab_size=vocab, tie_word_embeddings=True
+        )
+        one = config.model_copy(update={"lora_targets": linears, "checkpoint": "block", "memory_budget": None})
+        per_token = training_flops(Load(1, 1, 0, dict.fromkeys(small.windows, 0.0)), small, one, layers).total
+        limit = max(int(most_flops / per_token), LEAST_TOKENS)
+        taken = _like(rows, vocab, limit)
+        if sum(map(len, taken)) > LEAST_TOKENS:
+            break
+    sizes = {"micro_batch_tokens": sum(map(len, taken)), "max_seq_len": max(map(len, taken)), "cache": False}
+    return Piece(small, one.model_copy(update=sizes), taken)
+
+
+def _like(rows: Sequence[Row], vocab: int, limit: int) -> list[Row]:
+    """Random rows as long, and as much supervised, as the first of `rows`; the last one is cut at `limit` tokens."""
+    drawn, taken, left = random.Random(0), [], limit
+    for row in rows:
+        ids = tuple(drawn.randrange(vocab) for _ in range(min(len(row), left)))
+        supervised = max(round(row.num_supervised * len(ids) / len(row)), 1)
+        if len(ids) < 2:
+            break
+        taken.append(Row(ids, (*[IGNORE] * (len(ids) - supervised), *ids[len(ids) - supervised :])))
+        left -= len(ids)
+    return taken
+
+
+def calibrate(piece: Piece, layout: Layout, seconds: float = 1.0) -> Rates:
+    """The rates of a few training steps of the piece: as many as fit `seconds`, but two at least."""
+    began = time.perf_counter()
+    pipe = InstructPipeline.from_source(RandomWeights("of the run's layers", piece.spec), piece.config)
+    pipe.train_micro_batches([piece.rows])
+    pipe.profiler.enabled = True
+    walls: list[float] = []
+    while len(walls) < 2 or (len(walls) < REPEATS and time.perf_counter() - began < seconds):
+        start = time.perf_counter()
+        pipe.train_micro_batches([piece.rows])
+        walls.append(time.perf_counter() - start)
+    rates = _rates(pipe, piece, walls)
+    del pipe
+    gc.collect()  # the engine's closures form cycles, and its arena is as large as the run's
+    return rates
+
+
+def _rates(pipe: InstructPipeline, piece: Piece, walls: list[float]) -> Rates:
+    parts = dict.fromkeys(("forward", "recompute", "backward", "head and loss", "update", "other"), 0.0)
+    for span in pipe.profiler.spans():
+        part = "update" if span.op in _UPDATE else span.part if span.part in parts else "other"
+        parts[part] += span.seconds / len(walls)
+    layers, tokens = piece.spec.num_layers, piece.tokens
+    supervised = sum(row.num_supervised for row in piece.rows)
+    idle = max(sum(walls) / len(walls) - sum(parts.values()), 0.0)
+    return Rates(
+        forward=parts["forward"] / layers / tokens,
+        recompute=parts["recompute"] / layers / tokens,
+        backward=parts["backward"] / layers / tokens,
+        head=parts["head and loss"] / supervised / piece.spec.vocab_size,
+        other=parts["other"] / tokens,
+        update=parts["update"] / pipe.adapters.num_parameters(),
+        fixed=idle / layers,
+        spread=max(walls) / min(walls),
+        tokens=tokens,
+    )
+
+
+def rates_of(
+    spec: ModelSpec, layout: Layout, config: InstructConfig, rows: Sequence[Row], *, most_flops: float, fresh: bool
+) -> Rates | None:
+    """The kept rates of this machine and shape, or measured ones (always with `fresh`); None where none can be had: on
+    a GPU, whose steps are not a sum of ops, and where not even the piece fits."""
+    if layout.device != "cpu":
+        return None
+    piece = piece_of(spec, config, rows, most_flops)
+    path = cache_folder(config.cache_dir) / FOLDER / f"{piece.key(layout)}.json"
+    if not fresh and config.cache and (kept := _read(path)) is not None:
+        return kept
+    try:
+        rates = calibrate(piece, layout)
+    except QuatrainError:
+        return None
+    if config.cache:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps(asdict(rates)).encode())
+    return rates
+
+
+def _read(path: Path) -> Rates | None:
+    try:
+        return Rates(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _cpu() -> str:
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    return platform.processor()
