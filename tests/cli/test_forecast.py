@@ -113,10 +113,10 @@ def test_a_piece_has_the_run_s_shapes_and_stays_small() -> None:
     rows = [Row(tuple(range(100)), tuple([-100] * 60 + list(range(40)))) for _ in range(9)]
     small, large = shape_spec("smollm2-135m"), shape_spec("qwen3-8b")
     piece = calibrate.piece_of(small, InstructConfig(), rows, 1e12)
-    assert piece.spec.num_layers == 2 and piece.tokens == 900 and piece.spec.vocab_size == 49152
+    assert piece.spec.num_layers == 2 and piece.tokens == 900 and piece.spec.vocab_size == 7281
     assert sum(row.num_supervised for row in piece.rows) == 9 * 40
     piece = calibrate.piece_of(large, InstructConfig(lora_targets=r".*layers\.30\..*q_proj"), rows, 2e11)
-    assert piece.spec.num_layers == 2 and 32 <= piece.tokens < 150 and piece.spec.vocab_size == 8192
+    assert piece.spec.num_layers == 2 and 32 <= piece.tokens < 150 and piece.spec.vocab_size == 1024
     assert piece.config.lora_targets == ["q_proj"]  # layer 30 is not in the piece
     assert calibrate.piece_of(large, InstructConfig(), rows, 1e9).tokens == calibrate.LEAST_TOKENS
 

@@ -182,6 +182,16 @@ def test_an_adapter_that_stays_as_it_was_is_no_success(
         train(given(world, tmp_path / "out", max_steps=1), Recorder())
 
 
+def test_plan_takes_the_adapter_s_options(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With and without data: three modules a layer of rank 3, not seven of rank 16."""
+    plans = []
+    for more in ([], ["--data", str(world / "rows.jsonl"), "--no-measure"], None):
+        adapter = [] if more is None else ["--adapter", str(world / "peft"), *more]
+        assert main(["plan", "--model", str(world / "model"), "--json", *adapter]) == 0
+        plans.append(json.loads(capsys.readouterr().out)["groups"]["adapters"])
+    assert plans[0] == plans[1] < plans[2] / 10
+
+
 def test_another_template_is_said(world: Path, tmp_path: Path) -> None:
     train(given(world, tmp_path / "first", max_steps=1, chat_template="chatml"), Recorder())
     same = given(world, tmp_path / "out", adapter=str(tmp_path / "first"), chat_template="chatml")

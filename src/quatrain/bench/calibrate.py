@@ -6,6 +6,7 @@ by part become the run's `Rates`. Measured rates are kept in the cache folder, b
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import hashlib
 import json
@@ -35,7 +36,7 @@ from quatrain.train.workload import Load, training_flops
 
 FOLDER = "rates"
 LAYERS, LEAST_TOKENS, REPEATS = 2, 32, 3
-_TABLE = 1 << 25
+_TABLE = 1 << 22
 """Values of the embedding table at most: a larger vocabulary is cut, and the head's time scaled."""
 _UPDATE = ("sum_squares", "clip_scale", "adamw_step")
 
@@ -109,8 +110,15 @@ def calibrate(piece: Piece, layout: Layout, seconds: float = 1.0) -> Rates:
         walls.append(time.perf_counter() - start)
     rates = _rates(pipe, piece, walls)
     del pipe
-    gc.collect()  # the engine's closures form cycles, and its arena is as large as the run's
+    give_back()
     return rates
+
+
+def give_back() -> None:
+    """Returns the piece's memory to the system: the run that follows has planned without it."""
+    gc.collect()  # the engine's closures form cycles
+    with suppress(OSError, AttributeError):  # glibc's alone
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _rates(pipe: InstructPipeline, piece: Piece, walls: list[float]) -> Rates:

@@ -17,7 +17,9 @@ Written by `python -m quatrain.cli.docs > docs/cli.md`; do not edit it by hand.
 
 Every option of a run can be given as a flag, or in a YAML file (`--config FILE`) under the same name with underscores:
 `--learning-rate 1e-4` is `learning_rate: 1e-4`. A flag beats the file, the file beats the default. Unknown names are
-refused with the nearest known one. `--debug` with any command shows the traceback of an error.
+refused with the nearest known one. `quatrain init` writes such a file, and the JSON schema with which editors complete
+and check it. `quatrain --install-completion` teaches the shell commands, flags and values; `--show-completion` prints
+what it would install. `--debug` with any command shows the traceback of an error.
 
 | exit code | meaning |
 |---|---|
