@@ -53,8 +53,9 @@ def test_calls_flops_and_bytes_by_part_and_layer() -> None:
     assert spans[0].bytes == 4 * (5 * 4 + 5 * 2 + 5 * 8 + 4 * 8)  # out, u, x, weight
     (total,) = profiler.by_op()
     assert (total.calls, total.flops) == (2, 2 * spans[0].flops)
+    assert profiler.part_seconds.keys() == {"forward"} and profiler.part_seconds["forward"] >= total.seconds
     profiler.clear()
-    assert profiler.spans() == []
+    assert profiler.spans() == [] and profiler.part_seconds == {}
 
 
 @pytest.mark.parametrize(("window", "pairs"), [(None, 6 + 3), (2, 5 + 3), (1, 3 + 2)])

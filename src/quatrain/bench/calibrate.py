@@ -122,21 +122,19 @@ def give_back() -> None:
 
 
 def _rates(pipe: InstructPipeline, piece: Piece, walls: list[float]) -> Rates:
-    parts = dict.fromkeys(("forward", "recompute", "backward", "head and loss", "update", "other"), 0.0)
-    for span in pipe.profiler.spans():
-        part = "update" if span.op in _UPDATE else span.part if span.part in parts else "other"
-        parts[part] += span.seconds / len(walls)
+    """By part with what lies between its ops; the update by its ops, which no part holds; the rest is `fixed`."""
+    parts = {part: seconds / len(walls) for part, seconds in pipe.profiler.part_seconds.items() if part != "update"}
+    update = sum(span.seconds for span in pipe.profiler.spans() if span.op in _UPDATE) / len(walls)
     layers, tokens = piece.spec.num_layers, piece.tokens
     supervised = sum(row.num_supervised for row in piece.rows)
-    idle = max(sum(walls) / len(walls) - sum(parts.values()), 0.0)
     return Rates(
         forward=parts["forward"] / layers / tokens,
         recompute=parts["recompute"] / layers / tokens,
         backward=parts["backward"] / layers / tokens,
         head=parts["head and loss"] / supervised / piece.spec.vocab_size,
-        other=parts["other"] / tokens,
-        update=parts["update"] / pipe.adapters.num_parameters(),
-        fixed=idle / layers,
+        other=(parts["embedding"] + parts["final norm"]) / tokens,
+        update=update / pipe.adapters.num_parameters(),
+        fixed=max(sum(walls) / len(walls) - sum(parts.values()) - update, 0.0),
         spread=max(walls) / min(walls),
         tokens=tokens,
     )

@@ -43,6 +43,8 @@ class Profiler:
         self._part = "other"
         self._layer: int | None = None
         self._spans: dict[tuple[str, int | None, str], Span] = {}
+        self.part_seconds: dict[str, float] = {}
+        """Wall seconds of each part while enabled: its ops, and what lies between them on the host."""
 
     def timed(self, ops: OpsT) -> OpsT:
         """`ops` (a dataclass of callables) with every member timed while the profiler is enabled."""
@@ -64,13 +66,17 @@ class Profiler:
         """Names what the ops called inside belong to."""
         outer = self._part, self._layer
         self._part, self._layer = part, layer
+        start = time.perf_counter()
         try:
             yield
         finally:
+            if self.enabled:
+                self.part_seconds[part] = self.part_seconds.get(part, 0.0) + time.perf_counter() - start
             self._part, self._layer = outer
 
     def clear(self) -> None:
         self._spans.clear()
+        self.part_seconds.clear()
 
     def spans(self) -> list[Span]:
         """All spans, in the order of their first call."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Rates:
     """Measured seconds: `forward`, `recompute` and `backward` a token and layer, `head` a supervised token and
-    vocabulary entry, `other` a token, `update` a trainable parameter, `fixed` a layer and micro-batch. `spread` is the
+    vocabulary entry, `other` a token, `update` a trainable parameter, `fixed` a micro-batch. `spread` is the
     slowest measured step over the fastest; `tokens` were in a step."""
 
     forward: float
@@ -83,7 +83,7 @@ class Forecast:
         head = rates.head * self.spec.vocab_size
         seconds = tokens * (blocks + rates.other) + self.epoch.supervised * self.epochs * head
         seconds += self.it.total_steps * self.trainable * rates.update
-        seconds += self._micro_batches * layers * rates.fixed
+        seconds += self._micro_batches * rates.fixed
         once = self.validation.tokens * (layers * rates.forward + rates.other) + self.validation.supervised * head / 2
         return TimeEstimate.of(seconds + self.it.evaluations * once, rates.spread)
 
