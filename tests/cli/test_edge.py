@@ -35,7 +35,9 @@ def test_the_check_of_imports_can_fail() -> None:
 
 
 def test_the_commands_are_these() -> None:
-    assert NAMES == ["train", "check", "plan", "eval", "chat", "export", "cache", "bench", "doctor"]
+    assert NAMES == [
+        "init", "train", "check", "plan", "eval", "chat", "export", "adapter", "cache", "bench", "doctor", "schema",
+    ]  # fmt: skip
 
 
 def test_docs_are_current(root: Path) -> None:
