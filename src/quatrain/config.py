@@ -325,7 +325,6 @@ class RunOptions(Options):
         default_factory=list,
         description="a data file (JSONL, JSON, CSV or Parquet, also gzipped), a folder of them, or hf:owner/name of "
         "the hub; FILE@0.5 takes half of its rows each epoch, FILE@2 takes each twice (repeatable)",
-        json_schema_extra={"type": ["array", "string"]},
     )
     out: str = Field("", description="the run folder of train: checkpoints, metrics and the adapter go there")
     adapter: str | None = Field(

@@ -16,6 +16,7 @@ from quatrain.bench import calibrate
 from quatrain.cli.main import main
 from quatrain.config import InstructConfig
 from quatrain.data.row import Row
+from quatrain.data.rows import Rows
 from quatrain.errors import PlanError
 from quatrain.model.shapes import shape_spec
 from quatrain.train.forecast import Forecast, Rates
@@ -64,7 +65,7 @@ def test_flops_are_those_of_the_profiler(world: Path, checkpoint: str, targets: 
     pipe.profiler.enabled = True
     (rows,) = it.batching.epoch(0)[0]
     pipe.train_micro_batches([rows])
-    load, first_kept = Load.of(rows, it.source.spec.windows), it.layout.first_kept
+    load, first_kept = Load.of(Rows.of(rows), it.source.spec.windows), it.layout.first_kept
     assert first_kept == (2 if checkpoint == "block" else 0)
     flops = training_flops(load, it.source.spec, it.config, first_kept)
     assert flops.total == sum(span.flops for span in pipe.profiler.spans())
@@ -76,9 +77,11 @@ def test_flops_are_those_of_the_profiler(world: Path, checkpoint: str, targets: 
 
 def test_sliding_windows_see_fewer_pairs() -> None:
     spec, row = shape_spec("smollm2-135m"), Row(tuple(range(10)), tuple(range(10)))
-    assert Load.of([row], [None, 4]).pairs == {None: 55, 4: 34}  # 1 + 2 + ... + 10; 1 + 2 + 3 + 7 x 4
+    assert Load.of(Rows.of([row]), [None, 4]).pairs == {None: 55, 4: 34}  # 1 + 2 + ... + 10; 1 + 2 + 3 + 7 x 4
     windowed = replace(spec, windows=(4,) * spec.num_layers)
-    full, less = (training_flops(Load.of([row], s.windows), s, InstructConfig(), 0).forward for s in (spec, windowed))
+    full, less = (
+        training_flops(Load.of(Rows.of([row]), s.windows), s, InstructConfig(), 0).forward for s in (spec, windowed)
+    )
     assert full - less == (55 - 34) * 30 * 9 * 64 * 2 * 2
 
 

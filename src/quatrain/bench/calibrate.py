@@ -22,8 +22,8 @@ import torch
 
 from quatrain.bench.shapes import RandomWeights
 from quatrain.checkpoint.atomic import write_file
-from quatrain.checkpoint.cache import cache_folder
 from quatrain.config import InstructConfig
+from quatrain.data.disk import cache_folder
 from quatrain.data.row import IGNORE, Row
 from quatrain.engine.layout import Layout
 from quatrain.errors import QuatrainError

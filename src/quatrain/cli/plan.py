@@ -96,7 +96,7 @@ def _plan_run(console: Console, settings: Settings, measure: bool, as_json: bool
     def lay(config: InstructConfig, micro_batches: int) -> Layout:
         return layout_of(it.source, config, micro_batches, absent_gpu=True)
 
-    found = knobs(Setup(it.source.spec, it.config, it.layout, lay, it.batching, tuple(it.prepared.validation)))
+    found = knobs(Setup(it.source.spec, it.config, it.layout, lay, it.batching, it.prepared.validation))
     rates = shown.measured(it, forecast, fresh=True) if measure else None
     if not as_json:
         show.preparation(console, it)

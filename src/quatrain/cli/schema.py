@@ -57,11 +57,17 @@ def schema() -> dict[str, Any]:
     from quatrain.train.settings import OPTION_SETS
 
     properties: dict[str, Any] = {}
+    definitions: dict[str, Any] = {}
     for options in OPTION_SETS:
-        for name, field in options.model_json_schema()["properties"].items():
+        described = options.model_json_schema(ref_template="#/definitions/{model}")
+        definitions |= described.get("$defs", {})
+        for name, field in described["properties"].items():
             properties[name] = {key: value for key, value in field.items() if key not in ("title", "prefixItems")}
             if "anyOf" in properties[name]:  # says it all; a `type` beside it would narrow it
                 properties[name].pop("type", None)
+    entry = properties["data"].pop("items")  # one entry need not be in a list
+    properties["data"] = {**properties["data"], "type": ["string", "object", "array"], "if": {"type": "array"},
+                          "then": {"items": entry}, "else": entry}  # fmt: skip
     for name, alias in ALIASES.items():
         properties[alias.lstrip("-")] = properties[name]
     return {
@@ -70,6 +76,7 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "properties": properties,
+        "definitions": definitions,
         "allOf": [{"not": _both(*pair)} for pair in EXCLUSIVE],
     }
 

@@ -7,7 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from quatrain.data.row import Row
+from quatrain.train.batching import Epoch
 from quatrain.train.preflight import DiskNeed, disk_need
 from quatrain.train.workload import Flops, Load, evaluation_flops, training_flops
 
@@ -56,8 +59,8 @@ class Forecast:
 
     @cached_property
     def epoch(self) -> Load:
-        """One epoch of the training rows."""
-        return Load.of(self.it.batching.rows, self.spec.windows)
+        """One epoch of the training rows, each as often as its weight says."""
+        return Load.of(self.it.batching.rows.select(self._first.order), self.spec.windows)
 
     @cached_property
     def validation(self) -> Load:
@@ -96,8 +99,10 @@ class Forecast:
 
     def sample(self) -> list[Row]:
         """The rows of a micro-batch of middling size."""
-        micro_batches = sorted(self._first_epoch, key=lambda rows: sum(map(len, rows)))
-        return micro_batches[len(micro_batches) // 2]
+        first = self._first
+        tokens = np.add.reduceat(first.rows.lengths[first.order], first.bounds[:-1])
+        at = int(np.argsort(tokens, kind="stable")[len(tokens) // 2])
+        return [first.rows[int(place)] for place in first.order[first.bounds[at] : first.bounds[at + 1]]]
 
     def as_json(self) -> dict[str, Any]:
         """All but the time, for machines."""
@@ -119,9 +124,9 @@ class Forecast:
         }  # fmt: skip
 
     @cached_property
-    def _first_epoch(self) -> list[list[Row]]:
-        return [micro_batch for step in self.it.batching.epoch(0) for micro_batch in step]
+    def _first(self) -> Epoch:
+        return self.it.batching.epoch(0)
 
     @property
     def _micro_batches(self) -> float:
-        return len(self._first_epoch) * self.epochs
+        return (len(self._first.bounds) - 1) * self.epochs

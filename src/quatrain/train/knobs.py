@@ -6,11 +6,13 @@ A saving is what the plan says, so it can be nothing: with `checkpoint=auto` fre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from quatrain.config import InstructConfig, TrainOptions
-from quatrain.data.row import Row
+from quatrain.data.rows import Rows
 from quatrain.engine.layout import Layout
 from quatrain.errors import ConfigError, PlanError
 from quatrain.model.adapters import match_targets
@@ -47,14 +49,16 @@ class Setup:
     layout: Layout
     lay: Lay
     batching: Batching | None = None
-    validation: tuple[Row, ...] = ()
+    validation: Rows | None = None
 
     @property
     def longest(self) -> int:
         """Tokens of the longest row; a micro-batch holds it in any case."""
         if self.batching is None:
             return min(self.config.max_seq_len, self.config.capacity)
-        return max(map(len, (*self.batching.rows, *self.validation)))
+        return max(
+            int(rows.lengths.max(initial=0)) for rows in (self.batching.rows, self.validation) if rows is not None
+        )
 
 
 @dataclass(frozen=True)
@@ -109,29 +113,36 @@ def _data_changes(it: Setup, batching: Batching) -> Iterator[_Change]:
     if options.batch_tokens is None and options.batch_size > 1:
         half = options.model_copy(update={"batch_size": options.batch_size // 2})
         yield _of_data(it, "batch_size", options.batch_size // 2, "steps of half the rows, twice as many", train=half)
-    lengths = sorted(map(len, batching.rows))
-    limit = lengths[-(-95 * len(lengths) // 100) - 1]
+    lengths = np.sort(batching.rows.lengths)
+    limit = int(lengths[-(-95 * len(lengths) // 100) - 1])
     if limit < it.longest:
-        kept = [row for row in batching.rows if len(row) <= limit]
-        dropped = len(batching.rows) - len(kept)
-        cost = f"{dropped} rows ({dropped / len(batching.rows):.0%}) are too long and left out"
-        yield _of_data(it, "max_seq_len", limit, cost, rows=kept)
+        dropped = int((lengths > limit).sum())
+        cost = f"{dropped} rows ({dropped / len(lengths):.0%}) are too long and left out"
+        yield _of_data(it, "max_seq_len", limit, cost)
 
 
-def _of_data(
-    it: Setup, option: str, value: int, cost: str, *, train: TrainOptions | None = None, rows: list[Row] | None = None
-) -> _Change:
+def _of_data(it: Setup, option: str, value: int, cost: str, *, train: TrainOptions | None = None) -> _Change:
     """A change of what a micro-batch holds; the engine's capacity follows."""
-    limit = value if option == "micro_batch_tokens" else None
     config = it.config.model_copy(update={"max_seq_len": value} if option == "max_seq_len" else {})
     if it.batching is None:
         return _Change(option, value, cost, config.model_copy(update={"micro_batch_tokens": value}), None)
-    old = it.batching
-    batching = Batching(old.rows if rows is None else rows, train or old.options, old.seed,
-                        limit or old.micro_batch_tokens)  # fmt: skip
-    longest = max(map(len, (*batching.rows, *(row for row in it.validation if len(row) <= config.max_seq_len))))
+    batching = replace(it.batching, options=train or it.batching.options)
+    if option == "micro_batch_tokens":
+        batching = replace(batching, micro_batch_tokens=value)
+    longest = it.longest
+    if option == "max_seq_len":
+        batching, longest = _shorter(batching, value), value
     capacity = max(batching.length.largest_micro_batch, longest)
     return _Change(option, value, cost, config.model_copy(update={"micro_batch_tokens": capacity}), batching)
+
+
+def _shorter(batching: Batching, limit: int) -> Batching:
+    """Without the rows of more than `limit` tokens; each share keeps its weight."""
+    fits = batching.rows.lengths <= limit
+    ends = np.cumsum([share.rows for share in batching.shares])
+    counts = [int(part.sum()) for part in np.split(fits, ends[:-1])] if batching.shares else []
+    shares = [replace(share, rows=rows) for share, rows in zip(batching.shares, counts, strict=True)]
+    return replace(batching, rows=batching.rows.select(np.flatnonzero(fits)), shares=shares)
 
 
 def _try(it: Setup, change: _Change) -> Knob:
@@ -154,7 +165,7 @@ def _without_process(layout: Layout) -> int:
 def _work(it: Setup, config: InstructConfig, layout: Layout, batching: Batching | None) -> float:
     """FLOPs of an epoch, or of a token where there is no data."""
     if batching is not None:
-        load = Load.of(batching.rows, it.spec.windows)
+        load = Load.of(batching.rows.select(batching.epoch(0).order), it.spec.windows)
     else:
         load = Load(1, 1, 1, dict.fromkeys(it.spec.windows, config.max_seq_len / 2))
     return training_flops(load, it.spec, config, layout.first_kept).total

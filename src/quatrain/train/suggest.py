@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config import DataOptions
+from quatrain.data.hub import HubRows
 from quatrain.data.outcome import Record, RowError
-from quatrain.data.paths import resolve_paths
+from quatrain.data.paths import resolve_sources
 from quatrain.data.read import read_records
 from quatrain.data.records import to_conversation
 from quatrain.errors import DataError, ModelError
@@ -108,8 +109,8 @@ def _is_object(value: Any) -> bool:
 
 def _first_records(paths: Sequence[str]) -> list[Record]:
     records: list[Record] = []
-    for path in resolve_paths(paths):
-        for record in read_records(path):
+    for file in (file for source in resolve_sources(paths) for file in source.files):
+        for record in file.records() if isinstance(file, HubRows) else read_records(file):
             if isinstance(record, Record):
                 records.append(record)
             if len(records) >= _LOOKED_AT:

@@ -6,11 +6,14 @@ Only products are counted, as the profiler counts them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quatrain.config import InstructConfig
-from quatrain.data.row import Row
+from quatrain.data.rows import Rows
 from quatrain.engine.layout import adapter_ranks
 from quatrain.model.spec import LINEARS, ModelSpec
 
@@ -27,9 +30,9 @@ class Load:
     pairs: dict[Window, float]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], windows: Iterable[Window]) -> Load:
-        pairs = {window: float(sum(_pairs(len(row), window) for row in rows)) for window in set(windows)}
-        return cls(len(rows), sum(map(len, rows)), sum(row.num_supervised for row in rows), pairs)
+    def of(cls, rows: Rows, windows: Iterable[Window]) -> Load:
+        pairs = {window: float(_pairs(rows.lengths, window).sum()) for window in set(windows)}
+        return cls(len(rows), int(rows.lengths.sum()), int(rows.supervised.sum()), pairs)
 
     def times(self, factor: float) -> Load:
         pairs = {window: number * factor for window, number in self.pairs.items()}
@@ -74,6 +77,7 @@ def evaluation_flops(load: Load, spec: ModelSpec, config: InstructConfig) -> flo
     return flops.forward + flops.head / 2
 
 
-def _pairs(length: int, window: Window) -> int:
-    seen = length if window is None else min(window, length)
-    return length * seen - seen * (seen - 1) // 2
+def _pairs(lengths: NDArray[np.int64], window: Window) -> NDArray[np.int64]:
+    """Of each row, the keys that all its queries see."""
+    seen = lengths if window is None else np.minimum(lengths, window)
+    return lengths * seen - seen * (seen - 1) // 2
