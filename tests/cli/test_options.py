@@ -100,7 +100,7 @@ def test_nested_options_and_lists_are_refused_with_what_was_meant(tmp_path: Path
         lora: {rank: 8, dropout: 0.1}
         training: {lerning_rate: 1e-4, epochs: 2}
         lora_rnk: 3
-        data: [a.jsonl, {path: b.jsonl}]
+        json_fields: [a, [b]]
         lora_targets: {a: b}
         batch_size: [4]
         save_every: [1]
@@ -114,10 +114,10 @@ def test_nested_options_and_lists_are_refused_with_what_was_meant(tmp_path: Path
         "unknown option 'training': options are not nested",
         "write learning_rate, epochs at the top level",
         "unknown option 'lora_rnk', did you mean 'lora_rank'?",
-        "data[1]: want a valid string (got {'path': 'b.jsonl'})",
         "batch_size: want a valid integer (got ['4'])",
         "save_every: want 'epoch' or a number of optimizer steps of at least 1 (got ['1'])",
         "lora_targets: want a valid string or a valid list (got {'a': 'b'})",
+        "json_fields[1]: want a valid string (got ['b'])",
     ]
 
 
