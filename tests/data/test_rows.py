@@ -104,7 +104,7 @@ def test_the_description_is_read_without_the_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
-    """Reading, splitting, counting steps, dealing them out: three times the rows take little more for each: 120 bytes for
+    """Reading, splitting, counting steps, dealing out: three times the rows take little more for each: 120 bytes for
     what finds copies among them, and some more at the end."""
     peaks, sizes = [], []
     prepare([write_table(tmp_path / f"warm.{kind}", kind, 10)], DataOptions(), byte_level())
