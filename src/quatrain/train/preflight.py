@@ -13,6 +13,7 @@ from quatrain.errors import CheckpointError, ConfigError, PlanError
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+REPORT_FILE = "report.html"
 ADAPTER = "adapter"
 CHECKPOINTS = "checkpoints"
 
@@ -60,7 +61,7 @@ def remove_run(folder: Path) -> None:
     for name in (ADAPTER, CHECKPOINTS):
         if (folder / name).exists():
             shutil.rmtree(folder / name)
-    for name in (METRICS_FILE, RUN_FILE):
+    for name in (METRICS_FILE, REPORT_FILE, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
 
 

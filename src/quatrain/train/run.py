@@ -21,10 +21,11 @@ from quatrain.memory.process import peak_resident_bytes
 from quatrain.optim.schedule import Schedule, warmup_steps_of
 from quatrain.train.batching import Batching
 from quatrain.train.interrupt import StopRequest
+from quatrain.train.live_report import LiveReport
 from quatrain.train.loop import Ending, Progress, TrainingLoop
 from quatrain.train.preflight import ADAPTER, CHECKPOINTS, RUN_FILE, check_disk, check_run_folder, remove_run
 from quatrain.train.record import identity_of, run_record
-from quatrain.train.reporter import Reporter
+from quatrain.train.reporter import Reporter, Reporters
 from quatrain.train.settings import Settings, settings_for_resume
 
 if TYPE_CHECKING:
@@ -165,12 +166,14 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
     pipeline = _load_pipeline(preparation, checkpoint, reporter)
     with stop or StopRequest() as request:
         began = time.perf_counter()
+        started = _started(folder) if settings.run.resume else None
         if settings.run.overwrite:
             remove_run(folder)
         folder.mkdir(parents=True, exist_ok=True)
         recover(folder / ADAPTER)
-        record = run_record(preparation, identity)
+        record = run_record(preparation, identity, started)
         _write_record(folder, {**record, "result": {"ending": "running"}})
+        page = LiveReport(folder, reporter.warning)
         loop = TrainingLoop(
             pipeline,
             preparation.batching,
@@ -179,7 +182,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
             folder,
             progress=progress,
             identity=identity,
-            reporter=reporter,
+            reporter=Reporters(reporter, page),
             stop=request,
         )
         ending: str = "failed"
@@ -197,6 +200,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
             result["seconds"] = round(time.perf_counter() - began, 3)
             result["cuda_graph"] = pipeline.graph_report()
             _write_record(folder, {**record, "result": result})
+            page.update()
     return outcome
 
 
@@ -373,6 +377,14 @@ def _outcome(
         seconds,
         peak_resident_bytes(),
     )
+
+
+def _started(folder: Path) -> str | None:
+    """When the run that is resumed began, as far as it says."""
+    try:
+        return str(json.loads((folder / RUN_FILE).read_text())["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:
