@@ -246,13 +246,14 @@ def _configuration(record: Record) -> Html:
         modules.append(("all", f"{sum(found['modules'] for found in record['modules'].values()):,}", f"{total:,}"))
     return section(
         "Configuration",
-        pairs({name: _option(value) for name, value in given.items()}),
+        pairs({name: option_text(value) for name, value in given.items()}),
         *([more("what is trained", table(("linear", "modules", "parameters"), modules))] if modules else []),
-        more("every option, defaults included", pairs({name: _option(value) for name, value in options.items()})),
+        more("every option, defaults included", pairs({name: option_text(value) for name, value in options.items()})),
     )
 
 
-def _option(value: Any) -> str:
+def option_text(value: Any) -> str:
+    """An option's value as it is shown."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (list, tuple)):

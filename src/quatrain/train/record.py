@@ -49,6 +49,7 @@ def run_record(preparation: Preparation, identity: dict[str, Any], started: str 
         "machine": machine(preparation.layout.device),
         "model": {"name": source.name, "family": source.spec.family, "layers": source.spec.num_layers},
         "notes": preparation.notes,
+        "samples": [prompt.as_json() for prompt in preparation.prompts],
         "versions": identity["versions"],
         "options": identity["options"],
         "given": identity["given"],

@@ -27,6 +27,8 @@ from quatrain.train.preflight import ADAPTER, CHECKPOINTS, RUN_FILE, check_disk,
 from quatrain.train.record import identity_of, run_record
 from quatrain.train.reporter import Reporter, Reporters
 from quatrain.train.settings import Settings, settings_for_resume
+from quatrain.train.trackers import Tracking, require_trackers
+from quatrain.train.watch import SAMPLE_TOKENS, SamplePrompt, Watch, sample_prompts
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
@@ -49,6 +51,7 @@ class Preparation:
     layout: Layout
     schedule: Schedule
     notes: list[str]  # what will not happen, or not as one might expect
+    prompts: list[SamplePrompt]  # to be answered at each evaluation
 
     @property
     def plan(self) -> MemoryPlan:
@@ -123,20 +126,30 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
     warmup = warmup_steps_of(length.total_steps, steps=settings.train.warmup_steps, ratio=settings.train.warmup_ratio)
     train = settings.train
     schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
-    layout = layout_of(source, config, length.most_micro_batches, absent_gpu=absent_gpu)
-    return Preparation(settings, source, prepared, batching, config, layout, schedule, notes)
+    prompts = sample_prompts(prepared.validation, prepared.tokenizer, train.samples)
+    longest = max((len(prompt.ids) + SAMPLE_TOKENS for prompt in prompts), default=0)
+    layout = layout_of(source, config, length.most_micro_batches, longest, absent_gpu=absent_gpu)
+    if prompts and layout.device != "cpu":
+        prompts = []
+        notes.append("no sample answers at evaluations: text generation runs on the CPU in this version")
+    return Preparation(settings, source, prepared, batching, config, layout, schedule, notes, prompts)
 
 
 def layout_of(
-    source: ModelSource, config: InstructConfig, micro_batches: int = 1, *, absent_gpu: bool = False
+    source: ModelSource,
+    config: InstructConfig,
+    micro_batches: int = 1,
+    sample_tokens: int = 0,
+    *,
+    absent_gpu: bool = False,
 ) -> Layout:
-    """The engine's layout and memory plan for a model that is not read yet. `absent_gpu`: it is only looked at, so that
-    a GPU need not be there. Raises PlanError when it cannot fit."""
+    """The engine's layout and memory plan for a model that is not read yet; `choose_layout` says what the numbers are.
+    `absent_gpu`: it is only looked at, so that a GPU need not be there. Raises PlanError when it cannot fit."""
     import quatrain.train.pipeline  # noqa: F401 - what loading needs is imported now, as part of the plan's baseline
     from quatrain.engine.setup import choose_layout, plan_layout
 
     choose = plan_layout if absent_gpu else choose_layout
-    return choose(source.spec, config, source.stored_nf4_nested, micro_batches)
+    return choose(source.spec, config, source.stored_nf4_nested, micro_batches, sample_tokens)
 
 
 def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = None) -> Outcome:
@@ -149,6 +162,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
     checkpoint = None
     if settings.run.resume:
         settings, checkpoint = _settings_of_checkpoint(settings, folder, reporter)
+    require_trackers(settings.train.track)
     settings = _with_fixed_date(settings)
     _set_threads(settings.run.threads)
     preparation = prepare_run(settings, reporter)
@@ -173,7 +187,10 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
         recover(folder / ADAPTER)
         record = run_record(preparation, identity, started)
         _write_record(folder, {**record, "result": {"ending": "running"}})
+        tracking = Tracking(settings.train.track, folder, identity["options"], reporter.warning)
         page = LiveReport(folder, reporter.warning)
+        tokenizer = preparation.prepared.tokenizer
+        watch = Watch(pipeline, preparation.prompts, tokenizer, preparation.total_steps, reporter.warning)
         loop = TrainingLoop(
             pipeline,
             preparation.batching,
@@ -182,8 +199,9 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
             folder,
             progress=progress,
             identity=identity,
-            reporter=Reporters(reporter, page),
+            reporter=Reporters(reporter, page, tracking),
             stop=request,
+            watch=watch,
         )
         ending: str = "failed"
         try:
@@ -200,6 +218,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
             result["seconds"] = round(time.perf_counter() - began, 3)
             result["cuda_graph"] = pipeline.graph_report()
             _write_record(folder, {**record, "result": result})
+            tracking.close(ending)
             page.update()
     return outcome
 
