@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from quatrain.cli import bench, cache, chat, check, doctor, errors, evaluate, export, plan, run_report, train
+from quatrain.cli import bench, cache, chat, check, doctor, errors, evaluate, export, plan, run_report, runs, train
 
 app = typer.Typer(
     name="quatrain",
@@ -21,7 +21,7 @@ app = typer.Typer(
 # Starting makes several hundred thousand objects that stay (torch's modules, a vocabulary). At Python's default of 700
 # a collection, looking through them again and again takes a third of the start.
 _OBJECTS_A_COLLECTION = 100_000
-COMMANDS = (train, check, plan, evaluate, chat, export, run_report, cache, bench, doctor)
+COMMANDS = (train, check, plan, evaluate, chat, export, runs, run_report, cache, bench, doctor)
 for module in COMMANDS:
     app.command(name=module.NAME, help=module.HELP)(module.command)
 
