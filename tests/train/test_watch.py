@@ -144,10 +144,11 @@ def test_the_plan_holds_what_an_answer_takes(
             taken.append(self.nbytes)
 
     monkeypatch.setattr(decoder, "Arena", Counted)
-    pipeline.generate_ids([list(range(18))], GenerateConfig(max_new_tokens=2))
+    tokens = 20 if variant.name == "llama-rope-dynamic" else 60
+    pipeline.generate_ids([list(range(tokens - 2))], GenerateConfig(max_new_tokens=2))
     steps, *prompts = [size for size in taken if size]  # dynamic rope runs a row again when it grows
-    bound = bound_of(pipeline, tokens=20)
-    assert steps + max(prompts) <= bound <= 1.3 * (steps + max(prompts))
+    bound = bound_of(pipeline, tokens=tokens)
+    assert steps + max(prompts) <= bound <= 1.2 * (steps + max(prompts)) + 8192
 
 
 def bound_of(pipeline: InstructPipeline, tokens: int) -> int:
