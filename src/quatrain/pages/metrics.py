@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quatrain.pages.charts import Point
+from quatrain.pages.charts import Point, smoothed, thinned
 
 COLUMNS = ("epoch", "loss", "lr", "grad_norm", "tokens", "response_tokens", "tokens_per_s", "skipped")
 
@@ -37,7 +37,14 @@ class Metrics:
                 kept.append(line)
 
     def points(self, name: str) -> list[Point]:
-        """(step, value) of a column."""
+        """(step, value) of a column, as many as a line needs."""
+        return thinned(self._points(name))
+
+    def smoothed_points(self, name: str) -> list[Point]:
+        """As `points`, of the mean of the last few steps at each."""
+        return thinned(smoothed(self._points(name)))
+
+    def _points(self, name: str) -> list[Point]:
         return [
             (step, None if math.isnan(value) else value)
             for step, value in zip(self.steps, self.columns[name], strict=True)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from quatrain.pages.charts import Point, Series, line_chart, number, smoothed
+from quatrain.pages.charts import Point, Series, line_chart, number
 from quatrain.pages.metrics import Metrics
 from quatrain.pages.shell import (
     Html,
@@ -86,7 +86,7 @@ def _overview(record: Record, metrics: Metrics) -> Html:
     epoch = metrics.last("epoch")
     if epoch is not None:
         values["step"] = (str(values["step"][0]), f"epoch {epoch:.2f}")
-    losses = smoothed(metrics.points("loss"))
+    losses = metrics.smoothed_points("loss")
     shown = [value for _, value in losses if value is not None]
     if shown:
         values["loss"] = (f"{shown[-1]:.4f}", f"mean of the last steps, {shown[0]:.4f} at the start")
@@ -122,7 +122,10 @@ def _seconds(metrics: Metrics, done: int, total: int | None) -> tuple[float, flo
 
 def _curves(record: Record, metrics: Metrics) -> Html:
     loss, evaluation = metrics.points("loss"), metrics.evaluation_points()
-    lines = [Series("each step", loss, 0, "faint"), Series("mean of the last steps", smoothed(loss), 0)]
+    lines = [
+        Series("each step", loss, 0, "faint"),
+        Series("mean of the last steps", metrics.smoothed_points("loss"), 0),
+    ]
     if evaluation:
         lines.append(Series("evaluation", evaluation, 1, "dashed", dots=True))
     clipped = record.get("options", {}).get("clip", "none") != "none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quatrain.pages.charts import Point, Series, line_chart, smoothed
+from quatrain.pages.charts import Point, Series, line_chart
 from quatrain.pages.metrics import Metrics
 from quatrain.pages.run import option_text
 from quatrain.pages.shell import Content, Html, charts, page, section, table
@@ -48,7 +48,7 @@ def runs_page(
     if differences:
         cells: list[list[Content]] = [[name, *map(option_text, values)] for name, values in differences.items()]
         parts.append(section("Options that differ", table(["", *compared], cells, numbers=())))
-    losses = [smoothed(found.points("loss")) for found in metrics]
+    losses = [found.smoothed_points("loss") for found in metrics]
     evaluations = [found.evaluation_points() for found in metrics]
     norms = [found.points("grad_norm") for found in metrics]
     speeds = [found.points("tokens_per_s") for found in metrics]
