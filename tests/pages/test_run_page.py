@@ -23,10 +23,11 @@ RECORD: dict[str, Any] = {
     "model_sha256": "ab" * 32, "data_sha256": "cd" * 32,
     "data": {
         "files": ["rows.jsonl"], "read": 10, "train_rows": 7, "validation_rows": 2, "skipped": {"too long": 1},
+        "histogram": {"edges": [0, 5, 10], "rows": [3, 4], "supervised": [7, 0]},
         "lengths": {"min": 3, "median": 5, "mean": 5.0, "p95": 9, "max": 11, "total": 45},
         "samples": [{"source": "rows.jsonl:1", "segments": [{"text": "Say", "supervised": False},
                                                             {"text": "learned", "supervised": True}]}],
-        "findings": [{"kind": "twins", "severity": "warning", "count": 3, "text": "equal answers",
+        "findings": [{"kind": "twins", "severity": "warning", "count": 3, "text": "3 of 10 rows have equal answers",
                       "places": ["rows.jsonl:4"]}],
     },
     "threads": 2, "kernels": {"name": "avx2", "reason": "the strongest"}, "device": "cpu",
@@ -61,7 +62,9 @@ def test_a_running_page_shows_everything_and_follows_the_run() -> None:
     for part in (
         "11 of 40", "0.7500", "best, at step 10", "1,900 MB", "planned 2,000 MB", "95%",  # the measured share
         "0:06", "about 0:15 left",  # 11 steps of half a second, and 29 more
-        "skipped steps", "no evaluation will happen", "equal answers", "rows.jsonl:4", "<mark>learned</mark>",
+        "skipped steps", "no evaluation will happen",
+        "warning: 3 of 10 rows have equal answers (rows.jsonl:4)", "0: 3", "5: 4", "0: 7",
+        "rows.jsonl:4", "<mark>learned</mark>",
         "left out: too long", "avx2: the strongest", "2026-11-30 14:04", "Say yes.", "an early answer", "a late answer",
         "Gradient norm of each layer", "clipped above", "ab" * 32, "updated 2026-11-30 14:09:00",
     ):  # fmt: skip

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from quatrain.pages.charts import Point, Series, line_chart, number
+from quatrain.pages.charts import Point, Series, bar_chart, line_chart, number
 from quatrain.pages.metrics import Metrics
 from quatrain.pages.shell import (
     Html,
@@ -177,7 +177,7 @@ def _samples(prompts: list[Record], metrics: Metrics) -> Html:
         answers = [(line["step"], line["samples"][at]) for line in metrics.samples if at < len(line["samples"])]
         rows = [(f"step {step:,}", pre(text)) for step, text in reversed(answers)]
         shown = table((), [("wanted", pre(mark(prompt["answer"]))), *rows[:1]])
-        older = [more(f"{len(rows) - 1} earlier answers", table((), rows[1:]))] if len(rows) > 1 else []
+        older = [more(f"earlier answers ({len(rows) - 1})", table((), rows[1:]))] if len(rows) > 1 else []
         parts += [paragraph(prompt["source"], "note"), pre(prompt["prompt"]), shown, *older]
     note = "The likeliest answer to some prompts of the validation rows at each evaluation, cut after a few tokens."
     return section("Sample answers", *parts, note=note)
@@ -219,6 +219,12 @@ def _data(data: Record) -> Html:
     ]
     if rows:
         parts.append(table(("", "least", "median", "95 % up to", "most", "all rows"), rows))
+    histogram = data.get("histogram")
+    if histogram:
+        titles = (("rows", "Rows by their tokens"), ("supervised", "Rows by their learned tokens"))
+        edges = [f"{edge:,}" for edge in histogram["edges"]]
+        bars = ((title, list(zip(edges, histogram[key], strict=False))) for key, title in titles)
+        parts.append(charts(*(bar_chart(title, heights, x="tokens, from") for title, heights in bars)))
     parts += [_finding(finding) for finding in data.get("findings", [])]
     parts += [paragraph(f"Note: {text}", "note") for text in data.get("notes", [])]
     shown = [
@@ -232,7 +238,7 @@ def _data(data: Record) -> Html:
 
 def _finding(finding: Record) -> Html:
     places = ", ".join(finding.get("places", []))
-    text = f"{finding.get('count', '')} × {finding.get('text', '')}" + (f" ({places})" if places else "")
+    text = f"{finding.get('text', '')}" + (f" ({places})" if places else "")
     kind = {"error": "bad", "warning": "warn"}.get(str(finding.get("severity")), "note")
     return paragraph(f"{finding.get('severity')}: {text}", kind)
 
