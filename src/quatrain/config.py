@@ -261,6 +261,17 @@ class TrainOptions(Options):
     max_skipped_steps: int = Field(
         5, ge=1, description="stop when this many steps in a row have non-finite gradients and are skipped"
     )
+    track: list[Literal["tensorboard", "wandb", "mlflow"]] = Field(
+        default_factory=list, description="also log to these: tensorboard, wandb, mlflow (repeatable)"
+    )
+    samples: int = Field(
+        3, ge=0, description="validation prompts that are answered at each evaluation, for report.html; 0: none"
+    )
+
+    @field_validator("track", mode="before")
+    @classmethod
+    def _one_tracker_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
     @field_validator("eval_every", "save_every", mode="before")
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,8 +69,27 @@ def test_train_says_what_it_does_and_leaves_a_complete_run(
     assert record["plan"]["total_bytes"] > 0 and record["result"]["peak_memory_bytes"] > 0
     assert record["versions"]["quatrain"] and len(record["model_sha256"]) == len(record["data_sha256"]) == 64
     assert list((tmp_path / "here").iterdir()) == []  # nothing is written where the user happens to be
-    assert sorted(path.name for path in out.iterdir()) == ["adapter", "checkpoints", "metrics.jsonl", "run.json"]
+    left = ["adapter", "checkpoints", "metrics.jsonl", "report.html", "run.json"]
+    assert sorted(path.name for path in out.iterdir()) == left
     assert (out / "adapter" / "tokenizer.json").read_bytes() == (world / "model" / "tokenizer.json").read_bytes()
+
+
+def test_report_is_built_again_from_the_run_folder(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = tmp_path / run_folder.name
+    shutil.copytree(run_folder, moved)
+    (moved / "report.html").unlink()
+    assert main(["report", str(moved)]) == 0
+    assert str(moved / "report.html") in capsys.readouterr().out
+    again, live = (folder / "report.html" for folder in (moved, run_folder))
+    assert again.read_text() == live.read_text()
+    assert "4 of 4" in live.read_text() and ">finished</span>" in live.read_text()
+    assert main(["report", str(tmp_path)]) == 2
+    assert "has no run.json" in capsys.readouterr().err
+    (moved / "run.json").write_text("{")
+    assert main(["report", str(moved)]) == 1
+    assert "the page could not be written" in capsys.readouterr().err
 
 
 def test_training_learns(run_folder: Path, world: Path, capsys: pytest.CaptureFixture[str]) -> None:

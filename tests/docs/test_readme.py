@@ -49,7 +49,17 @@ def test_make_targets_exist(readme: str, root: Path) -> None:
 
 def test_the_commands_run_in_order(readme: str, workplace: Path, smollm2_path: Path) -> None:
     listed = commands(readme, "quatrain")
-    assert {words[1] for words in listed} == {"check", "plan", "train", "eval", "chat", "export", "cache", "doctor"}
+    assert {words[1] for words in listed} == {
+        "check",
+        "plan",
+        "train",
+        "eval",
+        "chat",
+        "runs",
+        "export",
+        "cache",
+        "doctor",
+    }
     for words in listed:
         output = run([sys.executable, "-m", "quatrain.cli", *words[1:]], workplace)
         assert output.strip(), f"{shlex.join(words)} said nothing"

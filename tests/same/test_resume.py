@@ -18,6 +18,7 @@ from quatrain.errors import CheckpointError
 from quatrain.train.interrupt import StopRequest
 from quatrain.train.reporter import Reporter, StepRecord
 from quatrain.train.run import Outcome, train
+from quatrain.train.watch import Watch
 
 
 class StopAfter(Reporter):
@@ -72,7 +73,8 @@ def bits(out: Path) -> dict[str, torch.Tensor]:
 
 def history(out: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "tokens_per_s"} for line in lines]
+    measured = ("tokens_per_s", "peak_memory_bytes")
+    return [{name: value for name, value in line.items() if name not in measured} for line in lines]
 
 
 def assert_same(one: Path, other: Path) -> None:
@@ -89,6 +91,20 @@ def unbroken(world: World) -> Path:
     outcome = run(world, world.folder / "unbroken")
     assert outcome.ending == "finished" and outcome.steps == outcome.total_steps == 10
     return world.folder / "unbroken"
+
+
+def test_watching_changes_nothing(
+    world: World, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q4: without sample answers and without a look at the layers the run has the same bits."""
+    monkeypatch.setattr(Watch, "is_due", lambda self, step: False)
+    monkeypatch.setattr(Watch, "measure", lambda self: {})
+    run(world, tmp_path / "run", samples=0)
+    assert_same(tmp_path / "run", unbroken)
+    lines = history(unbroken)
+    counts = [sum(line.pop(name, None) is not None for line in lines) for name in ("adapter_norms", "grad_norms")]
+    assert counts == [10, 10] and sum(line.pop("samples", None) is not None for line in lines) == 4
+    assert lines == history(tmp_path / "run")
 
 
 @pytest.mark.parametrize("stops", [[1, 4, 9], [7], [10]])

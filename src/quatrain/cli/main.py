@@ -9,7 +9,23 @@ from typing import Annotated
 
 import typer
 
-from quatrain.cli import adapter, bench, cache, chat, check, doctor, errors, evaluate, export, init, plan, schema, train
+from quatrain.cli import (
+    adapter,
+    bench,
+    cache,
+    chat,
+    check,
+    doctor,
+    errors,
+    evaluate,
+    export,
+    init,
+    plan,
+    run_report,
+    runs,
+    schema,
+    train,
+)
 
 app = typer.Typer(
     name="quatrain",
@@ -20,7 +36,9 @@ app = typer.Typer(
 # Starting makes several hundred thousand objects that stay (torch's modules, a vocabulary). At Python's default of 700
 # a collection, looking through them again and again takes a third of the start.
 _OBJECTS_A_COLLECTION = 100_000
-COMMANDS = (init, train, check, plan, evaluate, chat, export, adapter, cache, bench, doctor, schema)
+COMMANDS = (
+    init, train, check, plan, evaluate, chat, runs, run_report, export, adapter, cache, bench, doctor, schema
+)  # fmt: skip
 for module in COMMANDS:
     app.command(name=module.NAME, help=module.HELP)(module.command)
 

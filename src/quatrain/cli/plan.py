@@ -89,12 +89,13 @@ def _plan_run(console: Console, settings: Settings, measure: bool, as_json: bool
     from quatrain.train.knobs import Setup, knobs
     from quatrain.train.reporter import Reporter
     from quatrain.train.run import layout_of, prepare_run
+    from quatrain.train.watch import sample_tokens
 
     it = prepare_run(settings, Reporter() if as_json else TerminalReporter(), absent_gpu=True)
     forecast = Forecast(it)
 
     def lay(config: InstructConfig, micro_batches: int) -> Layout:
-        return layout_of(it.source, config, micro_batches, absent_gpu=True)
+        return layout_of(it.source, config, micro_batches, sample_tokens(it.prompts), absent_gpu=True)
 
     found = knobs(Setup(it.source.spec, it.config, it.layout, lay, it.batching, it.prepared.validation))
     rates = shown.measured(it, forecast, fresh=True) if measure else None

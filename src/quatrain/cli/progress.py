@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quatrain.cli import show
-from quatrain.cli.console import block, duration, stdout
+from quatrain.cli.console import block, duration, megabytes, stdout
 from quatrain.train.reporter import EvalRecord, Reporter, StepRecord
+from quatrain.train.watch import peak_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
     from quatrain.train.run import Preparation
 
-PLAIN_LINES = 50  # a run that is not watched in a terminal prints about this many step lines
+PLAIN_LINES = 50  # a run that is not watched in a terminal prints about this many step lines,
+QUIET_SECONDS = 60.0  # and one whenever it was silent for this long
 
 
 class TerminalReporter(Reporter):
@@ -24,7 +26,8 @@ class TerminalReporter(Reporter):
     def __init__(self) -> None:
         self.console = stdout()
         self.bar: Bar | None = None
-        self.began = 0.0
+        self.device = "cpu"
+        self.began = self.printed = 0.0
         self.first_step = 0
         self.total = 0
 
@@ -41,6 +44,7 @@ class TerminalReporter(Reporter):
             self.console.print(f"{text} …", style="dim")
 
     def prepared(self, preparation: Preparation) -> None:
+        self.device = preparation.layout.device
         show.preparation(self.console, preparation)
         if not preparation.settings.run.resume:  # a resumed run knows its speed after its first step
             self._forecast(preparation)
@@ -54,7 +58,8 @@ class TerminalReporter(Reporter):
         shown.time(self.console, forecast, shown.measured(preparation, forecast, fresh=False))
 
     def started(self, step: int, total_steps: int) -> None:
-        self.began, self.first_step, self.total = time.monotonic(), step, total_steps
+        self.began = self.printed = time.monotonic()
+        self.first_step, self.total = step, total_steps
         if not self.console.is_terminal:
             return
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -71,13 +76,20 @@ class TerminalReporter(Reporter):
 
     def step(self, record: StepRecord) -> None:
         loss = f"loss {record.loss:.4f}" if not record.skipped else "skipped"
-        tail = f"{loss}  {record.tokens_per_s:,.0f} tok/s  ETA {self._eta(record.step)}"
+        speed = f"{record.tokens_per_s:,.0f} tok/s"
+        tail = (
+            f"{loss}  lr {record.lr:.1e}  {speed}  {megabytes(peak_bytes(self.device))}  ETA {self._eta(record.step)}"
+        )
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=record.step, description=tail)
-        elif record.step in (self.first_step + 1, self.total) or record.step % max(1, self.total // PLAIN_LINES) == 0:
-            self.console.print(
-                f"step {record.step}/{self.total}  epoch {record.epoch:.2f}  {tail}  lr {record.lr:.2e}", soft_wrap=True
-            )
+        elif self._line_is_due(record.step):
+            self.printed = time.monotonic()
+            self.console.print(f"step {record.step}/{self.total}  epoch {record.epoch:.2f}  {tail}", soft_wrap=True)
+
+    def _line_is_due(self, step: int) -> bool:
+        first_or_last = step in (self.first_step + 1, self.total)
+        silent = time.monotonic() - self.printed
+        return first_or_last or step % max(1, self.total // PLAIN_LINES) == 0 or silent >= QUIET_SECONDS
 
     def evaluation(self, record: EvalRecord) -> None:
         text = f"step {record.step}: loss {record.eval_loss:.4f}, perplexity {record.eval_perplexity:.3f}"

@@ -15,6 +15,7 @@ from quatrain.config import InstructConfig
 from quatrain.engine.inputs import batch_slots, stream_slots
 from quatrain.memory.plan import Held, MemoryPlan, Slot
 from quatrain.model.adapters import match_targets, norm_sizes
+from quatrain.model.generation_bytes import generation_bytes
 from quatrain.model.spec import LINEARS, ModelSpec
 from quatrain.model.workspace import intermediate_slots, op_sizes, scratch_slots
 from quatrain.ops.nf4 import BLOCK, NESTED_BLOCK
@@ -58,11 +59,13 @@ def lay_out(
     budget: int,
     baseline: int,
     nf4_nested: bool | None,
+    sample_tokens: int = 0,
 ) -> Layout:
     """The layout that fits `budget` bytes. Raises PlanError when even recomputing every block does not.
 
     `baseline` is what the process holds before the model (Python, torch). `nf4_nested` says how the linears are held:
-    NF4 with or without nested statistics, or None for the compute dtype."""
+    NF4 with or without nested statistics, or None for the compute dtype. `sample_tokens`: of the longest row that is
+    generated between steps, with its prompt; 0 for none."""
     wide = torch.promote_types(compute_dtype, torch.float32)
     tokens = config.capacity
     head_chunk = min(tokens, backend.head_chunk(spec.hidden_size, spec.vocab_size))
@@ -77,6 +80,11 @@ def lay_out(
         Held("temporaries", "largest op", backend.temporary_bytes(sizes)),
     ]
     ranks, widest = adapter_ranks(spec, config)
+    if sample_tokens:
+        size = generation_bytes(
+            spec, widest, compute_dtype, backend, quantised=nf4_nested is not None, tokens=sample_tokens
+        )
+        held.append(Held("samples", "generating one answer", size))
     slots = [
         *batch_slots(tokens, static=False),
         *stream_slots(tokens, spec.rope.rotary_dim // 2, wide),

@@ -95,17 +95,21 @@ def memory_budget(config: InstructConfig) -> int:
 
 
 def choose_layout(
-    spec: ModelSpec, config: InstructConfig, stored_nf4_nested: bool | None = None, micro_batches: int = 1
+    spec: ModelSpec,
+    config: InstructConfig,
+    stored_nf4_nested: bool | None = None,
+    micro_batches: int = 1,
+    sample_tokens: int = 0,
 ) -> Layout:
     """The layout for a model on this machine. `stored_nf4_nested`: how a checkpoint that is already NF4 holds its
-    statistics; None when the weights are quantised here. `micro_batches`: of the largest optimizer step. Raises
-    PlanError when it does not fit."""
+    statistics; None when the weights are quantised here. `micro_batches`: of the largest optimizer step.
+    `sample_tokens`: of the longest row generated between steps, on the CPU. Raises PlanError when it does not fit."""
     nested = _nested(config, stored_nf4_nested)
     device = resolve_device(config)
     dtype = resolve_compute_dtype(config, device)
     backend = select_backend(device, dtype, config.kernels, torch.get_num_threads())
     if device == "cpu":
-        return lay_out(spec, config, dtype, backend, memory_budget(config), resident_bytes(), nested)
+        return lay_out(spec, config, dtype, backend, memory_budget(config), resident_bytes(), nested, sample_tokens)
     costs, room = measured_costs(), torch.cuda.mem_get_info()[1]
     budget = config.memory_budget or int(room * CARD_SHARE) - device_ledger().reserved_by_others()
     layout = lay_out_on_device(
@@ -121,12 +125,16 @@ def choose_layout(
 
 
 def plan_layout(
-    spec: ModelSpec, config: InstructConfig, stored_nf4_nested: bool | None = None, micro_batches: int = 1
+    spec: ModelSpec,
+    config: InstructConfig,
+    stored_nf4_nested: bool | None = None,
+    micro_batches: int = 1,
+    sample_tokens: int = 0,
 ) -> Layout:
     """As `choose_layout`, but `device=cuda` needs no GPU: the layout is then one within `memory_budget`, or on the
     smallest usual card that holds the run, and sizes that only a GPU can tell are typical ones."""
     if config.device != "cuda" or cuda_missing() is None:
-        return choose_layout(spec, config, stored_nf4_nested, micro_batches)
+        return choose_layout(spec, config, stored_nf4_nested, micro_batches, sample_tokens)
     dtype = resolve_compute_dtype(config, "cuda")
     request = DeviceRequest(
         spec, config, dtype, _planned_backend(dtype), 0, resident_bytes(), _nested(config, stored_nf4_nested),

@@ -216,6 +216,18 @@ class AdapterSet:
         if part.start < stop:
             self.compute[part.start : stop].copy_(self.master[part.start : stop])
 
+    def change_norms(self) -> torch.Tensor:
+        """The Frobenius norm of what the adapters add to each layer's weights, scale * B A, fp64 [layers].
+
+        No product of full size is made: |B A|^2 is the sum over (B^T B) * (A A^T)."""
+        views = self.named()
+        squares = torch.zeros(len(self.segments) - 1, dtype=torch.float64, device=self.master.device)
+        for layer, linear in self.modules:
+            base = PREFIX + module_name(layer, linear)
+            a, b = (views[f"{base}.lora_{side}.weight"].double() for side in "AB")
+            squares[layer] += ((b.T @ b) * (a @ a.T)).sum()
+        return squares.clamp_(min=0).sqrt_().mul_(self.config.lora_scale)
+
     def num_parameters(self) -> int:
         return int(self.master.numel())
 

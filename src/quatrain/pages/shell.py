@@ -109,6 +109,11 @@ def _numeric(cells: Sequence[Content]) -> bool:
     return all(cell is None or (str(cell).strip() or "x")[0] in "0123456789+-−." for cell in cells)
 
 
+def bar(share: float) -> Html:
+    """A bar as long as `share` of its cell, from 0 to 1."""
+    return tag("span", "", class_="bar", style=f"width: {100 * min(max(share, 0.0), 1.0):.1f}%")
+
+
 def pairs(values: Mapping[str, Any]) -> Html:
     """A table of names and values."""
     return table((), [(name, value) for name, value in values.items()], numbers=())

@@ -26,6 +26,7 @@ from quatrain.train.interrupt import StopRequest
 from quatrain.train.metrics import MetricsLog
 from quatrain.train.preflight import ADAPTER, CHECKPOINTS, METRICS_FILE
 from quatrain.train.reporter import EvalRecord, Reporter, StepRecord
+from quatrain.train.watch import Watch
 
 if TYPE_CHECKING:
     import torch
@@ -114,11 +115,13 @@ class TrainingLoop:
         identity: dict[str, Any],
         reporter: Reporter,
         stop: StopRequest,
+        watch: Watch | None = None,
     ) -> None:
-        """`identity` goes into every checkpoint beside the progress: options and hashes, for resume to compare."""
+        """`identity` goes into every checkpoint beside the progress: options and hashes, for resume to compare.
+        `watch` looks at the model on the way."""
         self.pipeline, self.batching, self.validation, self.schedule = pipeline, batching, validation, schedule
         self.folder, self.progress, self.identity = folder, progress, identity
-        self.reporter, self.stop = reporter, stop
+        self.reporter, self.stop, self.watch = reporter, stop, watch
         self.options: TrainOptions = batching.options
         self.length = batching.length
         self.metrics = MetricsLog(folder / METRICS_FILE)
@@ -168,7 +171,12 @@ class TrainingLoop:
         self.pipeline.set_learning_rate(lr)
         started = self.pipeline.start_step(micro_batches)
         self._in_flight.append(_InFlight(self.progress.step, lr, micro_batches, started))
-        self._read_results(self.pipeline.steps_in_flight)
+        self._read_results(0 if self._measures(self.progress.step) else self.pipeline.steps_in_flight)
+
+    def _measures(self, step: int) -> bool:
+        """Whether the model is measured after `step`: only while the state on the device is still that step's."""
+        present = step == self.progress.step
+        return present and self.watch is not None and (self.watch.is_due(step) or self._evaluates())
 
     def _read_results(self, leave: int = 0) -> None:
         """Reads the results of all steps in flight but the last `leave`. The state on the device is that of the last
@@ -203,19 +211,23 @@ class TrainingLoop:
         )
         line = asdict(record)
         del line["total_steps"]
+        if self.watch is not None and self._measures(step.step):
+            line |= self.watch.measure()
         self.metrics.append(line)
         self.reporter.step(record)
         return self.guards.problem(step.step, result, step.micro_batches)
 
     def _evaluate_if_due(self) -> bool:
         step = self.progress.step
-        if step == self.progress.evaluated_step or not self.validation or not self._is_due(self.options.eval_every):
+        if step == self.progress.evaluated_step or not self._evaluates():
             return False
         self._read_results()
         self.reporter.phase(f"evaluating {len(self.validation)} rows")
         result = self.pipeline.evaluate(self.validation)
         improved = self.best.update(step, result.avg_loss)
-        self.metrics.append({"step": step, "eval_loss": result.avg_loss, "eval_perplexity": result.perplexity})
+        answers = self.watch.answers() if self.watch is not None else {}
+        line = {"step": step, "eval_loss": result.avg_loss, "eval_perplexity": result.perplexity}
+        self.metrics.append({**line, **answers})
         self.reporter.evaluation(EvalRecord(step, result.avg_loss, result.perplexity, improved))
         if improved:
             self.pipeline.save_adapter(self.folder / ADAPTER)
@@ -224,6 +236,10 @@ class TrainingLoop:
         self.progress.best_loss, self.progress.best_step = self.best.best_loss, self.best.best_step
         self.progress.misses = self.best.misses
         return True
+
+    def _evaluates(self) -> bool:
+        """Whether there is an evaluation after the present step."""
+        return bool(self.validation) and self._is_due(self.options.eval_every)
 
     def _save_is_due(self) -> bool:
         return self._is_due(self.options.save_every)

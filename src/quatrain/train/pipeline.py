@@ -28,6 +28,7 @@ from quatrain.model.adapters import AdapterSet
 from quatrain.model.params import params_on
 from quatrain.profile.spans import Profiler
 from quatrain.train.results import BatchResult, PendingStep, StepResult, perplexity
+from quatrain.train.watch import peak_bytes
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.open import ModelSource
@@ -207,6 +208,20 @@ class InstructPipeline:
             if not losses:
                 raise DataError("no rows were given")
             return torch.cat(losses)
+
+    # A look inside.
+
+    def layer_norms(self) -> tuple[list[float], list[float]]:
+        """Of each layer the norm of what its adapters add to the weights, and of its part of the last optimizer step's
+        mean gradient, before clipping (NaN before the first one). Changes nothing."""
+        state, layers = self.engine.state, self.spec.num_layers
+        with self.engine.running():
+            parts = (state.squares / state.squares.sum()).sqrt() * state.norm
+            return self.adapters.change_norms().tolist(), parts[:layers].tolist()
+
+    def peak_bytes(self) -> int:
+        """The most memory taken so far: of the GPU where the run is on one, else by this process."""
+        return peak_bytes(self._layout.device)
 
     # Text.
 

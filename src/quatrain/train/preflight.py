@@ -14,6 +14,9 @@ from quatrain.errors import CheckpointError, ConfigError, PlanError
 
 RUN_FILE = "run.json"
 METRICS_FILE = "metrics.jsonl"
+REPORT_FILE = "report.html"
+TENSORBOARD = "tensorboard"
+TRACKERS_FILE = "trackers.json"
 ADAPTER = "adapter"
 ADAPTER_CONFIG = "adapter_config.json"
 CHECKPOINTS = "checkpoints"
@@ -72,10 +75,10 @@ def find_adapter(path: Path) -> Path | None:
 
 def remove_run(folder: Path) -> None:
     """Delete an earlier run's own files, and nothing else that may lie there."""
-    for name in (ADAPTER, CHECKPOINTS):
+    for name in (ADAPTER, CHECKPOINTS, TENSORBOARD):
         if (folder / name).exists():
             shutil.rmtree(folder / name)
-    for name in (METRICS_FILE, RUN_FILE):
+    for name in (METRICS_FILE, REPORT_FILE, TRACKERS_FILE, RUN_FILE):
         (folder / name).unlink(missing_ok=True)
 
 

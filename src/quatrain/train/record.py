@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,10 +40,17 @@ def _data_hash(preparation: Preparation) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def run_record(preparation: Preparation, identity: dict[str, Any]) -> dict[str, Any]:
-    """What `run.json` holds from the start of a run."""
+def run_record(preparation: Preparation, identity: dict[str, Any], started: str | None = None) -> dict[str, Any]:
+    """What `run.json` holds from the start of a run, which is now unless it was `started` earlier."""
     length = preparation.batching.length
+    source = preparation.source
     return {
+        "started": started or datetime.now().astimezone().isoformat(timespec="seconds"),
+        "process": {"pid": os.getpid(), "host": platform.node()},
+        "machine": machine(preparation.layout.device),
+        "model": {"name": source.name, "family": source.spec.family, "layers": source.spec.num_layers},
+        "notes": preparation.notes,
+        "samples": [prompt.as_json() for prompt in preparation.prompts],
         "versions": identity["versions"],
         "options": identity["options"],
         "given": identity["given"],
@@ -71,3 +81,22 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def machine(device: str) -> dict[str, str]:
+    """Where a run runs: system, processor and memory, and the GPU where it is on one."""
+    found = {"system": platform.platform(), "processor": _processor(), "cores": str(os.cpu_count())}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 1e9:.1f} GB"
+    if device != "cpu":
+        import torch
+
+        found["GPU"] = torch.cuda.get_device_name()
+    return found
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

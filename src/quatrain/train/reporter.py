@@ -66,3 +66,46 @@ class Reporter:
 
     def stopped(self) -> None:
         """No more steps."""
+
+
+class Reporters(Reporter):
+    """Tells several reporters the same, in their order."""
+
+    def __init__(self, *reporters: Reporter) -> None:
+        self.reporters = reporters
+
+    def notice(self, text: str) -> None:
+        for reporter in self.reporters:
+            reporter.notice(text)
+
+    def warning(self, text: str) -> None:
+        for reporter in self.reporters:
+            reporter.warning(text)
+
+    def phase(self, text: str) -> None:
+        for reporter in self.reporters:
+            reporter.phase(text)
+
+    def prepared(self, preparation: Preparation) -> None:
+        for reporter in self.reporters:
+            reporter.prepared(preparation)
+
+    def started(self, step: int, total_steps: int) -> None:
+        for reporter in self.reporters:
+            reporter.started(step, total_steps)
+
+    def step(self, record: StepRecord) -> None:
+        for reporter in self.reporters:
+            reporter.step(record)
+
+    def evaluation(self, record: EvalRecord) -> None:
+        for reporter in self.reporters:
+            reporter.evaluation(record)
+
+    def saved(self, path: Path, what: str) -> None:
+        for reporter in self.reporters:
+            reporter.saved(path, what)
+
+    def stopped(self) -> None:
+        for reporter in self.reporters:
+            reporter.stopped()

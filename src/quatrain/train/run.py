@@ -22,11 +22,14 @@ from quatrain.optim.schedule import Schedule, warmup_steps_of
 from quatrain.train.batching import Batching
 from quatrain.train.continuing import Start, digests, other_template, start_from
 from quatrain.train.interrupt import StopRequest
+from quatrain.train.live_report import LiveReport
 from quatrain.train.loop import Ending, Progress, TrainingLoop
 from quatrain.train.preflight import ADAPTER, CHECKPOINTS, RUN_FILE, check_disk, check_run_folder, remove_run
 from quatrain.train.record import identity_of, run_record
-from quatrain.train.reporter import Reporter
+from quatrain.train.reporter import Reporter, Reporters
 from quatrain.train.settings import Settings, settings_for_resume
+from quatrain.train.trackers import Tracking, require_trackers
+from quatrain.train.watch import SamplePrompt, Watch, sample_prompts, sample_tokens
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
@@ -50,6 +53,7 @@ class Preparation:
     schedule: Schedule
     notes: list[str]  # what will not happen, or not as one might expect
     evaluations: int
+    prompts: list[SamplePrompt]  # to be answered at each evaluation
     start: Start | None = None  # the adapter that the run goes on from
 
     @property
@@ -130,20 +134,31 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
     warmup = warmup_steps_of(length.total_steps, steps=settings.train.warmup_steps, ratio=settings.train.warmup_ratio)
     train = settings.train
     schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
-    layout = layout_of(source, config, length.most_micro_batches, absent_gpu=absent_gpu)
-    return Preparation(settings, source, prepared, batching, config, layout, schedule, notes, evaluations, start)
+    prompts = sample_prompts(prepared.validation, prepared.tokenizer, train.samples)
+    layout = layout_of(source, config, length.most_micro_batches, sample_tokens(prompts), absent_gpu=absent_gpu)
+    if prompts and layout.device != "cpu":
+        prompts = []
+        notes.append("no sample answers at evaluations: text generation runs on the CPU in this version")
+    return Preparation(
+        settings, source, prepared, batching, config, layout, schedule, notes, evaluations, prompts, start
+    )
 
 
 def layout_of(
-    source: ModelSource, config: InstructConfig, micro_batches: int = 1, *, absent_gpu: bool = False
+    source: ModelSource,
+    config: InstructConfig,
+    micro_batches: int = 1,
+    sample_tokens: int = 0,
+    *,
+    absent_gpu: bool = False,
 ) -> Layout:
-    """The engine's layout and memory plan for a model that is not read yet. `absent_gpu`: it is only looked at, so that
-    a GPU need not be there. Raises PlanError when it cannot fit."""
+    """The engine's layout and memory plan for a model that is not read yet; `choose_layout` says what the numbers are.
+    `absent_gpu`: it is only looked at, so that a GPU need not be there. Raises PlanError when it cannot fit."""
     import quatrain.train.pipeline  # noqa: F401 - what loading needs is imported now, as part of the plan's baseline
     from quatrain.engine.setup import choose_layout, plan_layout
 
     choose = plan_layout if absent_gpu else choose_layout
-    return choose(source.spec, config, source.stored_nf4_nested, micro_batches)
+    return choose(source.spec, config, source.stored_nf4_nested, micro_batches, sample_tokens)
 
 
 def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = None) -> Outcome:
@@ -156,6 +171,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
     checkpoint = None
     if settings.run.resume:
         settings, checkpoint = _settings_of_checkpoint(settings, folder, reporter)
+    require_trackers(settings.train.track)
     settings = _with_fixed_date(settings)
     _set_threads(settings.run.threads)
     preparation = prepare_run(settings, reporter)
@@ -175,12 +191,17 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
     pipeline = _load_pipeline(preparation, checkpoint, reporter)
     with stop or StopRequest() as request:
         began = time.perf_counter()
+        started = _started(folder) if settings.run.resume else None
         if settings.run.overwrite:
             remove_run(folder)
         folder.mkdir(parents=True, exist_ok=True)
         recover(folder / ADAPTER)
-        record = run_record(preparation, identity)
+        record = run_record(preparation, identity, started)
         _write_record(folder, {**record, "result": {"ending": "running"}})
+        tracking = Tracking(settings.train.track, folder, identity["options"], reporter.warning)
+        page = LiveReport(folder, reporter.warning)
+        tokenizer = preparation.prepared.tokenizer
+        watch = Watch(pipeline, preparation.prompts, tokenizer, preparation.total_steps, reporter.warning)
         loop = TrainingLoop(
             pipeline,
             preparation.batching,
@@ -189,8 +210,9 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
             folder,
             progress=progress,
             identity=identity,
-            reporter=reporter,
+            reporter=Reporters(reporter, page, tracking),
             stop=request,
+            watch=watch,
         )
         ending: str = "failed"
         try:
@@ -207,6 +229,8 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
             result["seconds"] = round(time.perf_counter() - began, 3)
             result["cuda_graph"] = pipeline.graph_report()
             _write_record(folder, {**record, "result": result})
+            tracking.close(ending)
+            page.update()
     return outcome
 
 
@@ -391,6 +415,14 @@ def _outcome(
         seconds,
         peak_resident_bytes(),
     )
+
+
+def _started(folder: Path) -> str | None:
+    """When the run that is resumed began, as far as it says."""
+    try:
+        return str(json.loads((folder / RUN_FILE).read_text())["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ OPTION_SETS = (RunOptions, TrainOptions, InstructConfig, DataOptions)
 FREE_ON_RESUME = frozenset(
     {"model", "data", "validation", "out", "resume", "override", "overwrite", "memory_budget", "checkpoint"}
     | {"cuda_graph"}
-    | {"save_every", "keep_checkpoints", "cache", "cache_dir"}
+    | {"samples", "track", "save_every", "keep_checkpoints", "cache", "cache_dir"}
 )
 
 
