@@ -67,7 +67,9 @@ def spec_from_gguf(
     family = ARCHITECTURES[architecture]
     hidden, heads = values.integer("embedding_length"), values.integer("attention.head_count")
     layers = values.integer("block_count")
-    head_dim = values.integer("attention.key_length", max(hidden // heads, 1))
+    head_dim = max(hidden // heads, 1)  # the format's rule where it says nothing, so no note
+    if values.values.get("attention.key_length") is not None:
+        head_dim = values.integer("attention.key_length")
     max_position = values.integer("context_length")
     kv_heads = values.integer("attention.head_count_kv", heads)
     if heads % kv_heads:
