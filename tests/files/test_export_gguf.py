@@ -232,15 +232,16 @@ def test_the_go_template_renders_what_training_rendered(tmp_path: Path, name: st
     """L7, B1: the same text with and without a system text and over several turns, BOS once."""
     renderer = renderer_of(tmp_path, TEMPLATES[name])
     writes_bos = renderer.prompt_text([_user("x")]).startswith("<|endoftext|>")
-    template, takes_system = go_template(renderer, bos_added=writes_bos)
-    assert takes_system == (name != "no-system") and ("<|endoftext|>" not in template[:60])
-    for system in [None, "Be {{kind}}."] if takes_system else [None]:
+    made = go_template(renderer, bos_added=writes_bos)
+    template = made.text
+    assert made.takes_system == (name != "no-system") and ("<|endoftext|>" not in template[:60])
+    for system in [None, "Be {{kind}}."] if made.takes_system else [None]:
         turns = [*([("system", system)] if system else []), ("user", "a\n"), ("assistant", "b "), ("user", " c")]
         want = renderer.prompt_text([_message(*turn) for turn in turns])
         assert ("<|endoftext|>" if writes_bos else "") + render_go(template, turns) == want
     text, notices = modelfile("m.gguf", renderer, bos_added=writes_bos)
     assert text.startswith('FROM ./m.gguf\nTEMPLATE """') and 'PARAMETER stop "<|im_end|>"\n' in text
-    assert bool(notices) == (not takes_system)
+    assert bool(notices) == (not made.takes_system)
 
 
 def _message(role: str, content: str) -> Any:
@@ -257,7 +258,7 @@ def _user(text: str) -> Any:
     ("template", "said"),
     [
         ("{% for m in messages %}{{ loop.index }}{{ m.content }}<|im_end|>{% endfor %}", "renders|does not write"),
-        ("{% for m in messages %}{{ m.role }}{{ m.content | trim }}<|im_end|>{% endfor %}", "for . turns it renders"),
+        ("{% for m in messages %}{{ m.role }}{{ m.content.lstrip() }}<|im_end|>{% endfor %}", "for . turns it renders"),
         ("{{ messages[-1].content }}<|im_end|>", "it does not write every text"),
         ('{% for m in messages %}"""{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}', "ends a text in a Modelfile"),
     ],
@@ -279,6 +280,8 @@ def test_an_ollama_folder(tmp_path: Path) -> None:
     assert {line for line in text.splitlines() if line.startswith("PARAMETER")} == {
         'PARAMETER stop "<|endoftext|>"',
         'PARAMETER stop "<|im_end|>"',
+        "PARAMETER temperature 0",
+        "PARAMETER repeat_penalty 1",
     }
     assert open_source(str(tmp_path / "out")).eos_token_ids == (258, 256)
 

@@ -51,9 +51,8 @@ def command(
     console = stdout()
     block(console, "model", [f"{it.source.name} with {it.adapter}"])
     tokenizer, renderer = it.text_tools()
-    done = export(
-        Job(options, it.source, it.adapter, engine, tokenizer, renderer), lambda text: block(console, "now", [text])
-    )
+    job = Job(options, it.source, it.adapter, engine, tokenizer, renderer, it.data)
+    done = export(job, lambda text: block(console, "now", [text]))
     base = "its dequantised NF4 weights" if done.base == "dequantised" else "the model's own weights"
     block(console, "merged", [f"into {base}, stored as {done.type}"])
     if done.difference is not None:
