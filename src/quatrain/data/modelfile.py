@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from quatrain.data.align import Sentinels
@@ -48,7 +48,7 @@ def modelfile(
 
     Raises DataError for a chat template that has no such form, saying what to fill in by hand.
     """
-    template = go_template(renderer, bos_added=bos_added)
+    template = go_template(renderer, bos_added=bos_added, system_needed=bool(system))
     lines = [f"FROM ./{model_file}", f'TEMPLATE """{template.text}"""']
     if system:
         lines.append(f'SYSTEM """{_verbatim(system, "the system text")}"""')
@@ -56,24 +56,41 @@ def modelfile(
     return "\n".join(lines) + "\n" + _AS_CHAT, template.notices
 
 
-def go_template(renderer: ChatRenderer, *, bos_added: bool) -> GoTemplate:
-    """The chat template as Ollama can have it. Raises DataError as `modelfile`."""
-    takes_system = _jinja(renderer, [("system", _TEXTS[0]), ("user", _TEXTS[1])]) is not None
+def go_template(renderer: ChatRenderer, *, bos_added: bool, system_needed: bool = False) -> GoTemplate:
+    """The chat template as Ollama can have it, without a place for a system text if need be. Raises DataError as
+    `modelfile`."""
     bos = (renderer.tokenizer.bos_token or "") if bos_added else ""
+    no_system = "the chat template takes no system text"
+    error = None
+    if _jinja(renderer, [("system", _TEXTS[0]), ("user", _TEXTS[1])]) is not None:
+        try:
+            return _checked(renderer, bos, takes_system=True)
+        except DataError as caught:
+            error = caught
+        no_system = "the chat template has its system text where Ollama's TEMPLATE cannot have it"
+    try:
+        if error is None or not system_needed:
+            template = _checked(renderer, bos, takes_system=False)
+            return replace(template, notices=[f"{no_system}, so Ollama's SYSTEM has no effect", *template.notices])
+    except DataError as caught:
+        error = error or caught
+    assert error is not None
+    raise error
+
+
+def _checked(renderer: ChatRenderer, bos: str, *, takes_system: bool) -> GoTemplate:
     text = _assembled(renderer, takes_system, bos)
     stripped = tuple(role for role in (*_ROLES[:2], "system")[: 2 + takes_system] if _strips(renderer, role))
     for conversation in _conversations(takes_system):
         want, got = _jinja(renderer, conversation), bos + render_go(text, _shown(conversation, stripped))
         if want is None or want != got:
             raise _no_form(f"for {len(conversation)} turns it renders {want!r}, the Go template {got!r}")
-    return GoTemplate(text, takes_system, stripped, _notices(renderer, bos, text, takes_system, stripped))
+    return GoTemplate(text, takes_system, stripped, _notices(renderer, bos, text, stripped))
 
 
-def _notices(renderer: ChatRenderer, bos: str, text: str, takes_system: bool, stripped: Sequence[str]) -> list[str]:
+def _notices(renderer: ChatRenderer, bos: str, text: str, stripped: Sequence[str]) -> list[str]:
     """What the chat template does and the Go template does not."""
     found = []
-    if not takes_system:
-        found.append("the chat template takes no system text, so Ollama's SYSTEM has no effect")
     if stripped:
         found.append(
             f"the chat template strips white space around texts ({', '.join(stripped)}), which Ollama's TEMPLATE "
