@@ -14,12 +14,14 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quatrain.checkpoint.atomic import staged_folder
+from quatrain.checkpoint.names import EMBED, HEAD
 from quatrain.errors import CheckpointError
+from quatrain.model.adapters import PREFIX
 from quatrain.model.spec import LINEARS
 
 if TYPE_CHECKING:
@@ -50,7 +52,9 @@ _HARMLESS_INIT = {True, False, "gaussian", "eva", "orthogonal", None}
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter folder's content, each file checked on its own. `tensors` are fp32 under PEFT's names."""
+    """An adapter folder's content, each file checked on its own. `tensors` are fp32 under PEFT's names. `embeddings`
+    are an embedding and a head that stand for the base's (`checkpoint.trained_rows`), by the base's names, `tied` if
+    PEFT was told to keep them one."""
 
     folder: Path
     base_name: str
@@ -61,6 +65,8 @@ class SavedAdapter:
     targets: list[str] | str
     tensors: dict[str, torch.Tensor]
     dropout: float = 0.0
+    embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
+    tied: bool = False
 
     @property
     def train_norms(self) -> bool:
@@ -186,6 +192,7 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
     folder = Path(folder)
     config = _read_config(folder / CONFIG_FILE)
     tensors, metadata = _read_weights(folder / WEIGHTS_FILE)
+    embeddings = _take_embeddings(tensors)
     return SavedAdapter(
         folder=folder,
         base_name=config.get("base_model_name_or_path") or "",
@@ -196,7 +203,23 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
         targets=_targets(config, tensors),
         tensors=tensors,
         dropout=float(config.get("lora_dropout") or 0.0),
+        embeddings=embeddings,
+        tied=bool(config.get("ensure_weight_tying")),
     )
+
+
+def _take_embeddings(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """An embedding and a head, taken out of `tensors`. Beside them PEFT saves a second copy under the wrapper's own
+    name, and what was there before the training."""
+    taken = {}
+    for name in (EMBED, HEAD):
+        module = PREFIX + name.removesuffix(".weight")
+        tensors.pop(f"{module}.original_module.weight", None)
+        copy = tensors.pop(f"{module}.modules_to_save.weight", None)
+        own = tensors.pop(PREFIX + name, copy)
+        if own is not None:
+            taken[name] = own
+    return taken
 
 
 def _targets(config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str] | str:
@@ -238,8 +261,8 @@ def _matters(key: str, value: Any) -> bool:
         return value not in _HARMLESS_INIT
     if key == "bias":
         return bool(value != "none")
-    if key == "modules_to_save":  # norms are trained here too; an embedding or a head is not
-        return not all(str(name).endswith("norm") for name in value or ())
+    if key == "modules_to_save":  # norms are trained here too, an embedding or a head is used as it is
+        return not all(str(name).endswith(("norm", "embed_tokens", "lm_head")) for name in value or ())
     return bool(value)
 
 
@@ -289,14 +312,24 @@ def load_adapter(
     *,
     base_fingerprint: str,
     any_base: bool = False,
+    rows_in_place: bool = False,
 ) -> list[str]:
     """Copy a saved adapter into `tensors` (fp32 masters by PEFT name), all of it or, on an error, nothing.
+
+    An adapter with an embedding or a head of its own is refused unless those are the model's already
+    (`rows_in_place`).
 
     An adapter that was trained on another base is refused unless `any_base`; one that does not say (written by PEFT) is
     taken. Either way the returned notices, to be shown, say so. Raises one CheckpointError for all bad tensors.
     """
     saved = read_adapter(folder)
     where = f"adapter {saved.folder}"
+    if saved.embeddings and not rows_in_place:
+        raise CheckpointError(
+            f"{where} brings its own {' and '.join(saved.embeddings)} (tokens were added, or modules_to_save names "
+            "them), which the engine does not train",
+            hint="quatrain chat, eval and export use it as it is; go on training it with PEFT",
+        )
     problems = [f"missing {name}" for name in tensors if name not in saved.tensors]
     problems += [f"unexpected {name}" for name in saved.tensors if name not in tensors]
     problems += [

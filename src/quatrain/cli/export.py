@@ -62,7 +62,7 @@ def command(
     if "quantize" not in it.engine | given and options.base == "auto":
         guess = "the adapter lies in no run folder, so it is taken to be trained in NF4; --quantize none says otherwise"
         done.notices.append(guess)
-    for line in done.notices:
+    for line in [*it.notices, *done.notices]:
         block(console, "note", [line])
     block(console, "files", [f"{name}  {megabytes(size)}" for name, size in done.files.items()])
     block(console, "done", [f"{done.folder}; peak memory {megabytes(peak_resident_bytes())}"])

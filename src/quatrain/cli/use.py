@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config import DataOptions, InstructConfig, build
-from quatrain.errors import ConfigError
+from quatrain.errors import ConfigError, ModelError
 from quatrain.train.preflight import ADAPTER_CONFIG, RUN_FILE, find_adapter, is_run, read_record
 
 if TYPE_CHECKING:
@@ -45,6 +45,16 @@ class InUse:
         tokenizer = own or self.source.tokenizer()
         if tokenizer is None:
             raise ConfigError(f"{self.source.name} has no tokenizer: text needs one")
+        rows = self.source.spec.vocab_size
+        if tokenizer.vocab_size > rows:
+            places = ((token, tokenizer.token_id(token)) for token in tokenizer.added_tokens)
+            beyond = [token for token, index in places if index is not None and index >= rows]
+            raise ModelError(
+                f"{self.adapter or self.source.name}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
+                f"model {rows} embedding rows; without a row: {', '.join(beyond[:5])}",
+                hint="an adapter with added tokens must hold their rows: save it with modules_to_save=[embed_tokens, "
+                "lm_head]",
+            )
         return tokenizer
 
     def text_tools(self) -> tuple[Tokenizer | None, ChatRenderer | None]:
@@ -142,6 +152,7 @@ def _other_template(it: InUse, template: str | None) -> list[str]:
 def _with_adapter(folder: Path, base: str) -> InUse:
     from quatrain.checkpoint.open import open_source
     from quatrain.checkpoint.peft import read_adapter
+    from quatrain.checkpoint.trained_rows import TrainedRows
 
     saved = read_adapter(folder)
     if not base and not saved.base_name:
@@ -153,4 +164,8 @@ def _with_adapter(folder: Path, base: str) -> InUse:
     # The adapter carries the template it was trained with; the file that it came from need not be there any more.
     if (folder / "tokenizer.json").is_file():
         data.pop("chat_template", None)
-    return InUse(open_source(base or saved.base_name), folder, {**engine, **saved.options()}, data)
+    source, notices = open_source(base or saved.base_name), []
+    if saved.embeddings:
+        source = TrainedRows(source, saved)
+        notices = [source.notes[-1]]
+    return InUse(source, folder, {**engine, **saved.options()}, data, notices=notices)
