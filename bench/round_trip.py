@@ -7,7 +7,7 @@ the GGUF files through its Python binding (pip install "quatrain[llamacpp]"). It
 renders for the file alone, what the Modelfile's TEMPLATE renders for the Ollama folder; its ids must be training's.
 
     python examples/demo.py          # trains build/smart_home
-    python bench/round_trip.py       # --only SIDE for one of the sides, added to those that --out has already
+    python bench/round_trip.py       # --only SIDE asks one side; what --out has of this adapter is not asked again
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from common import ROOT, record, write
 
 import quatrain as qt
+from quatrain.checkpoint.atomic import sha256_of
 from quatrain.cli.main import main as quatrain
 from quatrain.cli.use import open_for_use
 from quatrain.data.modelfile import render_go
@@ -57,12 +58,14 @@ def main() -> int:
     rows = [json.loads(line) for line in options.data.read_text(encoding="utf-8").splitlines()]
     requests = [Request(row["system"], row["instruction"], row["response"]) for row in rows]
     found = options.out / "answers.json"
-    answers: dict[str, list[str]] = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {}
+    trained = sha256_of(options.run / "adapter" / "adapter_model.safetensors")
+    kept = json.loads(found.read_text(encoding="utf-8")) if found.is_file() else {}
+    answers: dict[str, list[str]] = kept["answers"] if kept.get("adapter") == trained else {}
     for side in options.only or SIDES:
-        answers[side] = SIDES[side](options.run, options.out, requests)
-        found.parent.mkdir(parents=True, exist_ok=True)
-        found.write_text(json.dumps(answers, indent=1), encoding="utf-8")
-        print(f"{side}: exact match {exact_match(answers[side], requests):.1%} of {len(requests)} requests", flush=True)
+        if side not in answers:
+            answers[side] = SIDES[side](options.run, options.out, requests)
+            found.parent.mkdir(parents=True, exist_ok=True)
+            found.write_text(json.dumps({"adapter": trained, "answers": answers}, indent=1), encoding="utf-8")
     if set(answers) != set(SIDES):
         return 0
     matched = {side: exact_match(texts, requests) for side, texts in answers.items()}

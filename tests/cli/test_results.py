@@ -6,12 +6,17 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from oracles import families
 from tiny_model import write_rows
 from trained import write_base
 
+from quatrain.checkpoint.gguf_file import GgufFile
+from quatrain.checkpoint.gguf_writer import _add
 from quatrain.cli.main import main
 from quatrain.data.tokenizer import Tokenizer
 from quatrain.train.pipeline import InstructPipeline
@@ -166,3 +171,44 @@ def test_modelfiles_that_cannot_be_opened(
     (tmp_path / "model-f32.gguf").symlink_to(world / "gguf" / "model-f32.gguf")
     assert main(["chat", "--model", str(tmp_path), "hello"]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_gguf_of_foreign_quantisation(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """L6: types that Quatrain never writes are read as far as the gguf library expands them; the same numbers in fp32
+    have the same loss. A type without an expansion is named."""
+    source = GgufFile(world / "gguf" / "model-f32.gguf")
+    generator = np.random.default_rng(0)
+    kind = gguf.GGMLQuantizationType.IQ4_NL
+    scale = np.frombuffer(np.float16(0.002).tobytes(), dtype=np.uint8)
+    raw = {}
+    for name, tensor in source.tensors.items():
+        if name.startswith("blk.") and len(tensor.shape) == 2:
+            blocks = generator.integers(0, 256, (tensor.shape[0], tensor.shape[1] // 32, 18), dtype=np.uint8)
+            blocks[:, :, :2] = scale
+            raw[name] = blocks.reshape(tensor.shape[0], -1)
+    plain = {name: gguf.dequantize(blocks, kind) for name, blocks in raw.items()}
+    _rewrite(source, tmp_path / "iq4.gguf", raw, kind)
+    _rewrite(source, tmp_path / "f32.gguf", plain, gguf.GGMLQuantizationType.F32)
+    got, want = (loss(capsys, world, ["--model", str(tmp_path / f"{name}.gguf")]) for name in ("iq4", "f32"))
+    assert got == want
+    assert main(["chat", "--model", str(tmp_path / "iq4.gguf"), "hello", "--max-new-tokens", "2"]) == 0
+    _rewrite(source, tmp_path / "i8.gguf", {"output_norm.weight": np.ones(64, np.int8)}, gguf.GGMLQuantizationType.I8)
+    assert main(["chat", "--model", str(tmp_path / "i8.gguf"), "hello"]) == 1
+    assert "output_norm.weight is I8: not supported; supported: F32, F16" in capsys.readouterr().err
+
+
+def _rewrite(source: GgufFile, path: Path, tensors: dict[str, Any], kind: gguf.GGMLQuantizationType) -> None:
+    """The file with some tensors in another type."""
+    writer = gguf.GGUFWriter(path, source.metadata["general.architecture"])
+    for key, value in source.metadata.items():
+        if key not in ("general.architecture", "GGUF.version"):
+            _add(writer, key, value)
+    for name in source.tensors:
+        if name in tensors:
+            writer.add_tensor(name, tensors[name], raw_dtype=kind)
+        else:
+            writer.add_tensor(name, source.read(name).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -27,7 +27,7 @@ PLAIN = InstructConfig(quantize="none", compute_dtype="fp32")
 
 
 def with_added_tokens(
-    folder: Path, name: str, modules: list[str] | None = None, *, add: bool = True
+    folder: Path, name: str, modules: list[str] | None = None, *, add: bool = True, **more: Any
 ) -> tuple[Path, Path, Any]:
     """(base, adapter, PEFT's model): two tokens added behind the base's rows, everything that is trained random."""
     variant = families.BY_NAME[name]
@@ -40,7 +40,7 @@ def with_added_tokens(
         tokenizer.add_special_tokens({"additional_special_tokens": ADDED})
         model.resize_token_embeddings(VOCAB + 2, mean_resizing=False)
     model.config._name_or_path = model.name_or_path = str(base)
-    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], modules_to_save=modules)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], modules_to_save=modules, **more)
     wrapped = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -51,19 +51,23 @@ def with_added_tokens(
     return base, folder / "adapter", wrapped.eval()
 
 
-CASES = [
-    ("llama", ["embed_tokens", "lm_head"]),
-    ("qwen2", ["embed_tokens", "lm_head"]),
-    ("llama-tied-own-head-dim", ["embed_tokens", "lm_head"]),
-    ("qwen3", None),  # resized and not trained: PEFT saves the rows nevertheless
-]
+WHOLE: dict[str, Any] = {"modules": ["embed_tokens", "lm_head"]}
+ONLY_NEW: dict[str, Any] = {"trainable_token_indices": [VOCAB, VOCAB + 1]}
+CASES = {
+    "llama-whole": ("llama", WHOLE),
+    "qwen2-whole": ("qwen2", WHOLE),
+    "tied-whole": ("llama-tied-own-head-dim", WHOLE),
+    "llama-rows": ("llama", ONLY_NEW),
+    "tied-rows": ("llama-tied-own-head-dim", ONLY_NEW),
+    "qwen3-untrained": ("qwen3", {}),  # resized and not trained: PEFT saves the rows nevertheless
+}
 
 
-@pytest.mark.parametrize(("name", "modules"), CASES, ids=[name for name, _ in CASES])
+@pytest.mark.parametrize(("name", "trained"), CASES.values(), ids=CASES)
 @pytest.mark.parametrize("form", ["hf", "gguf"])
-def test_added_rows_are_used_and_exported(tmp_path: Path, name: str, modules: list[str] | None, form: str) -> None:
+def test_added_rows_are_used_and_exported(tmp_path: Path, name: str, trained: dict[str, Any], form: str) -> None:
     """I12: the model has as many rows as the adapter holds, with PEFT's logits, in the adapter and in its export."""
-    _, adapter, wrapped = with_added_tokens(tmp_path, name, modules)
+    _, adapter, wrapped = with_added_tokens(tmp_path, name, **trained)
     it = open_for_use(str(adapter), None)
     tokenizer, renderer = it.text_tools()
     assert tokenizer is not None and it.source.spec.vocab_size == VOCAB + 2
@@ -91,6 +95,25 @@ def test_added_rows_are_used_and_exported(tmp_path: Path, name: str, modules: li
     again = open_for_use(str(tmp_path / "out"), None)
     assert again.tokenizer().encode("<call>", parse_special=True) == [VOCAB]
     assert again.load({"compute_dtype": "fp32"})[0].token_losses([(ids[:3], ids[3:])]) == pytest.approx(want, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-own-head-dim"])
+def test_rows_that_were_there_and_are_trained(tmp_path: Path, name: str) -> None:
+    """I12: reserved tokens that got a meaning: two rows of the base replaced, in the head as well where it is tied."""
+    _, adapter, wrapped = with_added_tokens(tmp_path, name, add=False, trainable_token_indices=[3, VOCAB - 1])
+    pipeline, notices = open_for_use(str(adapter), None).load({"quantize": "none", "compute_dtype": "fp32"})
+    assert "the adapter brings its own embedding" in notices
+    ids = [5, 3, VOCAB - 1, 8, VOCAB - 1, 3]
+    with torch.no_grad():
+        logits = wrapped(torch.tensor([ids])).logits[0]
+        base = wrapped.unload()(torch.tensor([ids])).logits[0]
+    want, plain = (
+        torch.nn.functional.cross_entropy(each[:-1].double(), torch.tensor(ids[1:]), reduction="none")
+        for each in (logits, base)
+    )
+    got = pipeline.token_losses([(ids[:1], ids[1:])])
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert (want - plain).abs().max() > 0.01
 
 
 def test_chat_and_eval_open_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,6 +149,18 @@ def test_tokens_without_rows_are_named(tmp_path: Path, capsys: pytest.CaptureFix
         open_for_use(str(adapter), None).tokenizer()
     assert main(["chat", "--model", str(adapter), "hello"]) == 1
     assert "modules_to_save=[embed_tokens, lm_head]" in capsys.readouterr().err
+
+
+def test_rows_without_ids_are_refused(tmp_path: Path) -> None:
+    """I12: as many ids as rows, and rows where ids are named."""
+    _, adapter, _ = with_added_tokens(tmp_path, "llama", add=False, trainable_token_indices=[3, 7])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "trainable_token_indices": [3]}))
+    with pytest.raises(CheckpointError, match=r"trainable_token_indices: want 2 ids .* got \[3\]"):
+        open_for_use(str(adapter), None)
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "trainable_token_indices": [3, 999]}))
+    with pytest.raises(CheckpointError, match=r"row 999 of model\.embed_tokens\.weight"):
+        open_for_use(str(adapter), None)
 
 
 def test_rows_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class Merge:
         return None if pair is None else Lora(pair[0], pair[1], none, none, self.adapter.scale, 0)
 
     def _check_adapter(self) -> None:
-        if self.adapter.embeddings and not isinstance(self.source, TrainedRows):
+        if self.adapter.brings and not isinstance(self.source, TrainedRows):
             raise CheckpointError(f"{self.adapter.folder} brings its own embedding or head: open it as TrainedRows")
         problems, rank = [], self.adapter.rank
         wanted = {PREFIX + name: shape for name, shape in self.shapes.items() if name.endswith("norm.weight")}

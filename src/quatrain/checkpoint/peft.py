@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from quatrain.checkpoint.atomic import staged_folder
 from quatrain.checkpoint.names import EMBED, HEAD
 from quatrain.errors import CheckpointError
-from quatrain.model.adapters import PREFIX
 from quatrain.model.spec import LINEARS
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ _HARMLESS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",
-    "ensure_weight_tying", "runtime_config",
+    "ensure_weight_tying", "runtime_config", "trainable_token_indices",
 }  # fmt: skip
 # Initialisations that leave the base weights alone; pissa, olora, corda, loftq and lora_ga rewrite them.
 _HARMLESS_INIT = {True, False, "gaussian", "eva", "orthogonal", None}
@@ -52,9 +51,11 @@ _HARMLESS_INIT = {True, False, "gaussian", "eva", "orthogonal", None}
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter folder's content, each file checked on its own. `tensors` are fp32 under PEFT's names. `embeddings`
-    are an embedding and a head that stand for the base's (`checkpoint.trained_rows`), by the base's names, `tied` if
-    PEFT was told to keep them one."""
+    """An adapter folder's content, each file checked on its own. `tensors` are fp32 under PEFT's names.
+
+    What it brings for the base's embedding and head (`checkpoint.trained_rows`) is under the base's names: `embeddings`
+    stand for the whole tensor, `rows` (ids, values [len(ids), H]) for some of its rows; `tied` if PEFT was told to keep
+    the two one."""
 
     folder: Path
     base_name: str
@@ -66,7 +67,13 @@ class SavedAdapter:
     tensors: dict[str, torch.Tensor]
     dropout: float = 0.0
     embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows: dict[str, tuple[list[int], torch.Tensor]] = field(default_factory=dict)
     tied: bool = False
+
+    @property
+    def brings(self) -> list[str]:
+        """The tensors of the base that this adapter changes otherwise than by LoRA, or `[]`; trained norms aside."""
+        return [name for name in (EMBED, HEAD) if name in self.embeddings or name in self.rows]
 
     @property
     def train_norms(self) -> bool:
@@ -189,10 +196,13 @@ def _compare(
 
 def read_adapter(folder: str | Path) -> SavedAdapter:
     """Read an adapter folder. Raises CheckpointError that names the file and what is wrong with it."""
+    from quatrain.checkpoint.trained_rows import take_embeddings, take_rows
+
     folder = Path(folder)
     config = _read_config(folder / CONFIG_FILE)
     tensors, metadata = _read_weights(folder / WEIGHTS_FILE)
-    embeddings = _take_embeddings(tensors)
+    rows = take_rows(folder, config.get("trainable_token_indices"), tensors)
+    embeddings = take_embeddings(tensors)
     return SavedAdapter(
         folder=folder,
         base_name=config.get("base_model_name_or_path") or "",
@@ -204,22 +214,9 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
         tensors=tensors,
         dropout=float(config.get("lora_dropout") or 0.0),
         embeddings=embeddings,
+        rows=rows,
         tied=bool(config.get("ensure_weight_tying")),
     )
-
-
-def _take_embeddings(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """An embedding and a head, taken out of `tensors`. Beside them PEFT saves a second copy under the wrapper's own
-    name, and what was there before the training."""
-    taken = {}
-    for name in (EMBED, HEAD):
-        module = PREFIX + name.removesuffix(".weight")
-        tensors.pop(f"{module}.original_module.weight", None)
-        copy = tensors.pop(f"{module}.modules_to_save.weight", None)
-        own = tensors.pop(PREFIX + name, copy)
-        if own is not None:
-            taken[name] = own
-    return taken
 
 
 def _targets(config: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> list[str] | str:
@@ -324,9 +321,9 @@ def load_adapter(
     """
     saved = read_adapter(folder)
     where = f"adapter {saved.folder}"
-    if saved.embeddings and not rows_in_place:
+    if saved.brings and not rows_in_place:
         raise CheckpointError(
-            f"{where} brings its own {' and '.join(saved.embeddings)} (tokens were added, or modules_to_save names "
+            f"{where} brings its own {' and '.join(saved.brings)} (tokens were added, or modules_to_save names "
             "them), which the engine does not train",
             hint="quatrain chat, eval and export use it as it is; go on training it with PEFT",
         )

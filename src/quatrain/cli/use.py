@@ -165,7 +165,7 @@ def _with_adapter(folder: Path, base: str) -> InUse:
     if (folder / "tokenizer.json").is_file():
         data.pop("chat_template", None)
     source, notices = open_source(base or saved.base_name), []
-    if saved.embeddings:
+    if saved.brings:
         source = TrainedRows(source, saved)
         notices = [source.notes[-1]]
     return InUse(source, folder, {**engine, **saved.options()}, data, notices=notices)
