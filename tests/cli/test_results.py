@@ -107,6 +107,19 @@ def test_the_date_of_the_training_goes_along(
         assert tokenizer is not None and tokenizer.decode(ids).startswith("<|im_start|>on 03 Feb 2001<|im_end|>")
 
 
+@pytest.mark.parametrize("form", ["hf", "gguf", "ollama"])
+def test_what_other_programs_cannot_know_is_told(world: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    """L5: a system text and a date that only the run knows; a Modelfile has both."""
+    words = ["export", "--adapter", str(world / "run"), "--format", form, "--out", str(world / form), "--overwrite"]
+    capsys.readouterr()
+    assert main([*words, "--type", "f32"]) == 0
+    said = capsys.readouterr().out
+    for text in (f"the system text '{SYSTEM}'", "the date 2001-02-03"):
+        assert (text in said) == (form != "ollama")
+    if form == "ollama":
+        assert f'SYSTEM """{SYSTEM}"""' in (world / form / "Modelfile").read_text()
+
+
 def test_an_export_is_used_as_it_is_stored(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """I10: a merged model is not quantised again, unless asked to."""
     want = loss(capsys, world, ["--model", str(world / "hf"), "--quantize", "none"])

@@ -89,7 +89,7 @@ def export(job: Job, report: Callable[[str], None] = lambda text: None) -> Expor
     _check_disk(folder, merge, kind)
     with staged_folder(folder) as stage:
         report("merging and writing")
-        done.notices += WRITERS[options.format](job, merge, kind, stage)
+        done.notices += WRITERS[options.format](job, merge, kind, stage) + _left_out(job)
         report("reading back and comparing")
         if options.format == "gguf-adapter":
             _compare_adapter(merge, kind, stage)
@@ -144,6 +144,16 @@ def write_adapter(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
     if _trained_on(job) == "source":
         return []
     return ["it was trained on the base in NF4: on a base in another type its answers differ; --format gguf has both"]
+
+
+def _left_out(job: Job) -> list[str]:
+    """What prompts of the training have and other programs cannot know from the files."""
+    notices = []
+    if job.options.format != "ollama" and (system := job.prompt.get("system")):
+        notices.append(f"prompts of the training have the system text {system!r}: other programs must be given it")
+    if job.options.format != "ollama" and (date := job.prompt.get("template_date")):
+        notices.append(f"prompts of the training have the date {date}: other programs print today's")
+    return notices
 
 
 WRITERS = {"hf": write_hf, "gguf": write_gguf_model, "ollama": write_ollama, "gguf-adapter": write_adapter}
