@@ -203,6 +203,9 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
     tensors, metadata = _read_weights(folder / WEIGHTS_FILE)
     rows = take_rows(folder, config.get("trainable_token_indices"), tensors)
     embeddings = take_embeddings(tensors)
+    saves = config.get("modules_to_save") or []
+    if any(str(name).endswith(("embed_tokens", "lm_head")) for name in saves) and not embeddings:
+        raise CheckpointError(f"adapter {folder}: not supported: modules_to_save={saves!r} without such a tensor")
     return SavedAdapter(
         folder=folder,
         base_name=config.get("base_model_name_or_path") or "",
