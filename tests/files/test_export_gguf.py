@@ -8,9 +8,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import go_template as go
 import pytest
 import torch
 import transformers
+from chat_templates import FAMILIES, LLAMA31, MISTRAL3, QWEN3, QWEN25
 from oracles import families
 from trained import CONFIG, job, oracle, write_adapter, write_base, write_smollm2_adapter
 
@@ -182,7 +184,8 @@ def test_one_bos_in_the_file(written: bool | None, want: bool) -> None:
 def test_metadata_from_a_spec(variant: families.Variant) -> None:
     """What is written reads back as the same model; what llama.cpp cannot compute is refused."""
     spec = spec_from_config(families.build(variant).config.to_dict())
-    if len(set(spec.windows)) > 1 or spec.rope.kind == "dynamic" or spec.rope.attention_factor or spec.rope.mscale:
+    own_scale = spec.rope.attention_factor or spec.rope.mscale
+    if variant.name == "qwen3-bias" or len(set(spec.windows)) > 1 or spec.rope.kind == "dynamic" or own_scale:
         with pytest.raises(ModelError, match=r"llama\.cpp has no"):
             metadata_from_spec(spec, "here")
         return
@@ -201,16 +204,10 @@ def test_metadata_from_a_spec(variant: families.Variant) -> None:
 
 # Ollama
 
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are kind.<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 LLAMA3 = BUILT_INS["llama3"].text.replace("<|start_header_id|>", "<|im_start|>").replace("<|eot_id|>", "<|im_end|>")
 TEMPLATES = {
     "chatml": BUILT_INS["chatml"].text,
-    "smollm2": SMOLLM2,
+    "smollm2": FAMILIES["smollm2"],
     "llama3": LLAMA3.replace("<|end_header_id|>", "<|endoftext|>"),
     "mistral": BUILT_INS["mistral"].text,
     "alpaca": BUILT_INS["alpaca"].text,
@@ -232,15 +229,18 @@ def test_the_go_template_renders_what_training_rendered(tmp_path: Path, name: st
     """L7, B1: the same text with and without a system text and over several turns, BOS once."""
     renderer = renderer_of(tmp_path, TEMPLATES[name])
     writes_bos = renderer.prompt_text([_user("x")]).startswith("<|endoftext|>")
-    template, takes_system = go_template(renderer, bos_added=writes_bos)
-    assert takes_system == (name != "no-system") and ("<|endoftext|>" not in template[:60])
-    for system in [None, "Be {{kind}}."] if takes_system else [None]:
+    made = go_template(renderer, bos_added=writes_bos)
+    template = made.text
+    assert made.takes_system == (name != "no-system") and ("<|endoftext|>" not in template[:60])
+    for system in [None, "Be {{kind}}."] if made.takes_system else [None]:
         turns = [*([("system", system)] if system else []), ("user", "a\n"), ("assistant", "b "), ("user", " c")]
         want = renderer.prompt_text([_message(*turn) for turn in turns])
         assert ("<|endoftext|>" if writes_bos else "") + render_go(template, turns) == want
+        messages = [{"role": role, "content": text} for role, text in turns]
+        assert go.render(template, messages) == render_go(template, turns)
     text, notices = modelfile("m.gguf", renderer, bos_added=writes_bos)
     assert text.startswith('FROM ./m.gguf\nTEMPLATE """') and 'PARAMETER stop "<|im_end|>"\n' in text
-    assert bool(notices) == (not takes_system)
+    assert bool(notices) == (not made.takes_system)
 
 
 def _message(role: str, content: str) -> Any:
@@ -253,11 +253,51 @@ def _user(text: str) -> Any:
     return _message("user", text)
 
 
+def plain(template: str) -> str:
+    """A family's template with the tokens of the tiny model."""
+    for token in ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
+        template = template.replace(token, "<|im_end|>")
+    return template
+
+
+@pytest.mark.parametrize(
+    ("template", "date", "said"),
+    [
+        (FAMILIES["smollm2"], None, []),
+        (QWEN25, None, ["Ollama offers no tools"]),
+        (QWEN3, None, ["takes <think> out of earlier answers"]),
+        (plain(LLAMA31), None, ["strips white space around texts (user, assistant, system)", "today's date"]),
+        (plain(LLAMA31), "2001-02-03", ["strips white space"]),
+        (MISTRAL3, None, ["its system text where Ollama's TEMPLATE cannot have it"]),
+    ],
+    ids=["smollm2", "qwen2.5", "qwen3", "llama3.1", "llama3.1-dated", "mistral-v3"],
+)  # fmt: skip
+def test_what_a_go_template_cannot_do_is_told(tmp_path: Path, template: str, date: str | None, said: list[str]) -> None:
+    """L7: by name, and nothing else is told."""
+    tokenizer = renderer_of(tmp_path, template).tokenizer
+    renderer = ChatRenderer(tokenizer, choose_template(tokenizer), date=date)
+    bos_added = renderer.prompt_text([_user("x")]).startswith("<|endoftext|>")
+    notices = go_template(renderer, bos_added=bos_added).notices
+    assert len(notices) == len(said)
+    for notice, part in zip(notices, said, strict=True):
+        assert part in notice
+
+
+def test_a_system_text_that_has_no_place_is_refused(tmp_path: Path) -> None:
+    """L7: where the training has a system text for all prompts, a template without a place for it will not do."""
+    renderer = renderer_of(tmp_path, MISTRAL3)
+    with pytest.raises(DataError, match="for 4 turns it renders"):
+        modelfile("m.gguf", renderer, bos_added=True, system="Be kind.")
+    renderer = renderer_of(tmp_path / "other", TEMPLATES["chatml"])
+    text, _ = modelfile("m.gguf", renderer, bos_added=False, system="Be {{x}}.")
+    assert dict(go.modelfile_commands(text))["SYSTEM"] == "Be {{x}}."
+
+
 @pytest.mark.parametrize(
     ("template", "said"),
     [
         ("{% for m in messages %}{{ loop.index }}{{ m.content }}<|im_end|>{% endfor %}", "renders|does not write"),
-        ("{% for m in messages %}{{ m.role }}{{ m.content | trim }}<|im_end|>{% endfor %}", "for . turns it renders"),
+        ("{% for m in messages %}{{ m.role }}{{ m.content.lstrip() }}<|im_end|>{% endfor %}", "for . turns it renders"),
         ("{{ messages[-1].content }}<|im_end|>", "it does not write every text"),
         ('{% for m in messages %}"""{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}', "ends a text in a Modelfile"),
     ],
@@ -279,6 +319,8 @@ def test_an_ollama_folder(tmp_path: Path) -> None:
     assert {line for line in text.splitlines() if line.startswith("PARAMETER")} == {
         'PARAMETER stop "<|endoftext|>"',
         'PARAMETER stop "<|im_end|>"',
+        "PARAMETER temperature 0",
+        "PARAMETER repeat_penalty 1",
     }
     assert open_source(str(tmp_path / "out")).eos_token_ids == (258, 256)
 

@@ -35,6 +35,11 @@ class GgufSource(ModelSource):
         self.name = name or str(path)
         self._file = GgufFile(path)
         metadata, tensors = self._file.metadata, self._file.tensors
+        if metadata.get("general.type") == "adapter":
+            raise ModelError(
+                f"{path}: an adapter alone, not a model: llama.cpp puts it on its base",
+                hint="give the adapter folder that it was exported from, or export with --format gguf",
+            )
         if metadata.get("split.count", 1) not in (0, 1):
             raise ModelError(
                 f"{path}: one of {metadata['split.count']} parts of a model",

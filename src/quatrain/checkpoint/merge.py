@@ -17,6 +17,7 @@ import torch
 from quatrain.checkpoint import names
 from quatrain.checkpoint.load import check_inventory, one_thread
 from quatrain.checkpoint.peft import check_base
+from quatrain.checkpoint.trained_rows import TrainedRows
 from quatrain.errors import CheckpointError
 from quatrain.model.adapters import PREFIX
 from quatrain.model.params import BlockParams
@@ -110,6 +111,8 @@ class Merge:
         return None if pair is None else Lora(pair[0], pair[1], none, none, self.adapter.scale, 0)
 
     def _check_adapter(self) -> None:
+        if self.adapter.brings and not isinstance(self.source, TrainedRows):
+            raise CheckpointError(f"{self.adapter.folder} brings its own embedding or head: open it as TrainedRows")
         problems, rank = [], self.adapter.rank
         wanted = {PREFIX + name: shape for name, shape in self.shapes.items() if name.endswith("norm.weight")}
         for name in filter(names.is_linear_weight, self.shapes):

@@ -41,14 +41,20 @@ def _open_path(path: Path, name: str) -> ModelSource:
         if len(files) != 1 or (path / CONFIG).exists():
             return HfFolder(path, name)
         path = files[0]
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic == b"GGUF" or path.suffix.lower() == ".gguf":
+    if is_gguf(path):
         from quatrain.checkpoint.gguf_source import GgufSource
 
         return GgufSource(path, name)
     hint = f"give its folder instead: {path.parent}" if path.suffix in (".safetensors", ".json") else None
     raise ModelError(f"{name}: want a model folder or a GGUF file", hint=hint)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, by its first bytes or by its name."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF" or path.suffix.lower() == ".gguf"
 
 
 def _aliased(alias: str) -> Path:

@@ -14,11 +14,12 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quatrain.checkpoint.atomic import staged_folder
+from quatrain.checkpoint.names import EMBED, HEAD
 from quatrain.errors import CheckpointError
 from quatrain.model.spec import LINEARS
 
@@ -42,7 +43,7 @@ _HARMLESS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "loftq_config", "eva_config",
-    "ensure_weight_tying", "runtime_config",
+    "ensure_weight_tying", "runtime_config", "trainable_token_indices",
 }  # fmt: skip
 # Initialisations that leave the base weights alone; pissa, olora, corda, loftq and lora_ga rewrite them.
 _HARMLESS_INIT = {True, False, "gaussian", "eva", "orthogonal", None}
@@ -50,7 +51,11 @@ _HARMLESS_INIT = {True, False, "gaussian", "eva", "orthogonal", None}
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """An adapter folder's content, each file checked on its own. `tensors` are fp32 under PEFT's names."""
+    """An adapter folder's content, each file checked on its own. `tensors` are fp32 under PEFT's names.
+
+    What it brings for the base's embedding and head (`checkpoint.trained_rows`) is under the base's names: `embeddings`
+    stand for the whole tensor, `rows` (ids, values [len(ids), H]) for some of its rows; `tied` if PEFT was told to keep
+    the two one."""
 
     folder: Path
     base_name: str
@@ -61,6 +66,14 @@ class SavedAdapter:
     targets: list[str] | str
     tensors: dict[str, torch.Tensor]
     dropout: float = 0.0
+    embeddings: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows: dict[str, tuple[list[int], torch.Tensor]] = field(default_factory=dict)
+    tied: bool = False
+
+    @property
+    def brings(self) -> list[str]:
+        """The tensors of the base that this adapter changes otherwise than by LoRA, or `[]`; trained norms aside."""
+        return [name for name in (EMBED, HEAD) if name in self.embeddings or name in self.rows]
 
     @property
     def train_norms(self) -> bool:
@@ -183,9 +196,16 @@ def _compare(
 
 def read_adapter(folder: str | Path) -> SavedAdapter:
     """Read an adapter folder. Raises CheckpointError that names the file and what is wrong with it."""
+    from quatrain.checkpoint.trained_rows import take_embeddings, take_rows
+
     folder = Path(folder)
     config = _read_config(folder / CONFIG_FILE)
     tensors, metadata = _read_weights(folder / WEIGHTS_FILE)
+    rows = take_rows(folder, config.get("trainable_token_indices"), tensors)
+    embeddings = take_embeddings(tensors)
+    saves = config.get("modules_to_save") or []
+    if any(str(name).endswith(("embed_tokens", "lm_head")) for name in saves) and not embeddings:
+        raise CheckpointError(f"adapter {folder}: not supported: modules_to_save={saves!r} without such a tensor")
     return SavedAdapter(
         folder=folder,
         base_name=config.get("base_model_name_or_path") or "",
@@ -196,6 +216,9 @@ def read_adapter(folder: str | Path) -> SavedAdapter:
         targets=_targets(config, tensors),
         tensors=tensors,
         dropout=float(config.get("lora_dropout") or 0.0),
+        embeddings=embeddings,
+        rows=rows,
+        tied=bool(config.get("ensure_weight_tying")),
     )
 
 
@@ -238,8 +261,8 @@ def _matters(key: str, value: Any) -> bool:
         return value not in _HARMLESS_INIT
     if key == "bias":
         return bool(value != "none")
-    if key == "modules_to_save":  # norms are trained here too; an embedding or a head is not
-        return not all(str(name).endswith("norm") for name in value or ())
+    if key == "modules_to_save":  # norms are trained here too, an embedding or a head is used as it is
+        return not all(str(name).endswith(("norm", "embed_tokens", "lm_head")) for name in value or ())
     return bool(value)
 
 
@@ -289,14 +312,24 @@ def load_adapter(
     *,
     base_fingerprint: str,
     any_base: bool = False,
+    rows_in_place: bool = False,
 ) -> list[str]:
     """Copy a saved adapter into `tensors` (fp32 masters by PEFT name), all of it or, on an error, nothing.
+
+    An adapter with an embedding or a head of its own is refused unless those are the model's already
+    (`rows_in_place`).
 
     An adapter that was trained on another base is refused unless `any_base`; one that does not say (written by PEFT) is
     taken. Either way the returned notices, to be shown, say so. Raises one CheckpointError for all bad tensors.
     """
     saved = read_adapter(folder)
     where = f"adapter {saved.folder}"
+    if saved.brings and not rows_in_place:
+        raise CheckpointError(
+            f"{where} brings its own {' and '.join(saved.brings)} (tokens were added, or modules_to_save names "
+            "them), which the engine does not train",
+            hint="quatrain chat, eval and export use it as it is; go on training it with PEFT",
+        )
     problems = [f"missing {name}" for name in tensors if name not in saved.tensors]
     problems += [f"unexpected {name}" for name in saved.tensors if name not in tensors]
     problems += [

@@ -27,7 +27,9 @@ Example: quatrain chat --model runs/first "Turn on the kitchen light"
 """
 
 ENGINE = ("quantize", "double_quant", "compute_dtype", "device", "memory_budget", "cache", "cache_dir")
-MODEL_HELP = "a run folder, an adapter folder, a model folder, a GGUF file, a hub id, or the alias smollm2-135m"
+MODEL_HELP = (
+    "a run, an adapter, an export (folder, GGUF file or Modelfile), a model folder, a hub id, or the alias smollm2-135m"
+)
 ADAPTER_HELP = "an adapter folder for --model to be its base"
 
 
@@ -41,8 +43,10 @@ def command(
 ) -> None:
     from quatrain.cli.use import open_for_use
 
-    sampling = build(GenerateConfig, {name: value for name, value in given.items() if name not in ENGINE})
+    asked = {name: value for name, value in given.items() if name not in ENGINE}
+    build(GenerateConfig, asked)  # a bad option is told before anything is opened
     it = open_for_use(model, adapter)
+    sampling = build(GenerateConfig, {**it.sampling, **asked})
     tokenizer = it.tokenizer()
     conversation = Conversation(
         prompt_maker(tokenizer, it.data), system if system is not None else it.data.get("system")

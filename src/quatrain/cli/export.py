@@ -51,9 +51,8 @@ def command(
     console = stdout()
     block(console, "model", [f"{it.source.name} with {it.adapter}"])
     tokenizer, renderer = it.text_tools()
-    done = export(
-        Job(options, it.source, it.adapter, engine, tokenizer, renderer), lambda text: block(console, "now", [text])
-    )
+    job = Job(options, it.source, it.adapter, engine, tokenizer, renderer, it.data)
+    done = export(job, lambda text: block(console, "now", [text]))
     base = "its dequantised NF4 weights" if done.base == "dequantised" else "the model's own weights"
     block(console, "merged", [f"into {base}, stored as {done.type}"])
     if done.difference is not None:
@@ -63,7 +62,7 @@ def command(
     if "quantize" not in it.engine | given and options.base == "auto":
         guess = "the adapter lies in no run folder, so it is taken to be trained in NF4; --quantize none says otherwise"
         done.notices.append(guess)
-    for line in done.notices:
+    for line in [*it.notices, *done.notices]:
         block(console, "note", [line])
     block(console, "files", [f"{name}  {megabytes(size)}" for name, size in done.files.items()])
     block(console, "done", [f"{done.folder}; peak memory {megabytes(peak_resident_bytes())}"])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quatrain.config import DataOptions, InstructConfig, build
-from quatrain.errors import ConfigError
-from quatrain.train.preflight import ADAPTER_CONFIG, RUN_FILE, find_adapter, is_run
+from quatrain.errors import ConfigError, ModelError
+from quatrain.train.preflight import ADAPTER_CONFIG, RUN_FILE, find_adapter, is_run, read_record
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
@@ -27,12 +27,15 @@ _ENGINE_OPTIONS = ("quantize", "double_quant", "compute_dtype", "max_seq_len", "
 
 @dataclass(frozen=True)
 class InUse:
-    """A base model, the adapter to put on it if there is one, and the options it was trained with."""
+    """A model, the adapter to put on it if there is one, and the options it was trained with. `sampling` and `notices`
+    come from a Modelfile."""
 
     source: ModelSource
     adapter: Path | None
     engine: dict[str, Any]
     data: dict[str, Any]
+    sampling: dict[str, Any] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
 
     def tokenizer(self) -> Tokenizer:
         """The adapter's own tokenizer where it carries one (with the template it was trained on), else the model's."""
@@ -42,6 +45,16 @@ class InUse:
         tokenizer = own or self.source.tokenizer()
         if tokenizer is None:
             raise ConfigError(f"{self.source.name} has no tokenizer: text needs one")
+        rows = self.source.spec.vocab_size
+        if tokenizer.vocab_size > rows:
+            places = ((token, tokenizer.token_id(token)) for token in tokenizer.added_tokens)
+            beyond = [token for token, index in places if index is not None and index >= rows]
+            raise ModelError(
+                f"{self.adapter or self.source.name}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, the "
+                f"model {rows} embedding rows; without a row: {', '.join(beyond[:5])}",
+                hint="an adapter with added tokens must hold their rows: save it with modules_to_save=[embed_tokens, "
+                "lm_head]",
+            )
         return tokenizer
 
     def text_tools(self) -> tuple[Tokenizer | None, ChatRenderer | None]:
@@ -70,7 +83,7 @@ class InUse:
 
         pipeline = InstructPipeline.from_source(self.source, build(InstructConfig, {**self.engine, **given}))
         notices = pipeline.load_adapter(self.adapter) if self.adapter is not None else []
-        return pipeline, [*pipeline.notices, *notices]
+        return pipeline, [*self.notices, *pipeline.notices, *notices]
 
 
 def open_for_use(model: str, adapter: str | None) -> InUse:
@@ -78,12 +91,13 @@ def open_for_use(model: str, adapter: str | None) -> InUse:
 
     Raises ConfigError when it is missing, ModelError or CheckpointError when it cannot be used.
     """
-    from quatrain.checkpoint.open import open_source
+    from quatrain.checkpoint.open import is_gguf
 
     folder = find_adapter(Path(adapter).expanduser()) if adapter else None
     if adapter and folder is None:
+        gguf = "; an adapter as GGUF is for llama.cpp" if is_gguf(Path(adapter).expanduser()) else ""
         raise ConfigError(
-            f"adapter: {adapter} holds no {ADAPTER_CONFIG}", hint="give an adapter folder or a run folder"
+            f"adapter: {adapter} holds no {ADAPTER_CONFIG}{gguf}", hint="give an adapter folder or a run folder"
         )
     if folder is None and model:
         folder = find_adapter(Path(model).expanduser())
@@ -92,13 +106,53 @@ def open_for_use(model: str, adapter: str | None) -> InUse:
     elif folder is None:
         raise ConfigError("nothing given for model", hint="give --model: a model, an adapter folder or a run folder")
     if folder is None:
-        return InUse(open_source(model), None, {}, {})
+        return _without_adapter(model)
     return _with_adapter(folder, model)
+
+
+def _without_adapter(model: str) -> InUse:
+    """A base model, or an export with what it says about prompts. An export is used as it is stored: quantised to NF4
+    again, it would no longer be what was compared with the adapter."""
+    from quatrain.checkpoint.open import open_source
+    from quatrain.data.modelfile_reader import MODELFILE, read_modelfile
+
+    path = Path(model).expanduser()
+    folder = path if path.is_dir() else path.parent
+    record = read_record(folder) if path.exists() else None
+    engine, data = ({"quantize": "none"}, dict(record.get("prompt", {}))) if record is not None else ({}, {})
+    if path.name != MODELFILE and not (path.is_dir() and (path / MODELFILE).is_file()):
+        return InUse(open_source(model), None, engine, data)
+    file = read_modelfile(folder / MODELFILE)
+    if file.system is not None:
+        data["system"] = file.system
+    notices = [f"the Modelfile's PARAMETER {line} has no counterpart here" for line in file.others]
+    it = InUse(open_source(str(file.model)), None, engine, data, file.sampling)
+    return replace(it, notices=notices + _other_template(it, file.template))
+
+
+def _other_template(it: InUse, template: str | None) -> list[str]:
+    """A notice where a Modelfile's TEMPLATE is not what the model's chat template becomes: prompts are made by the
+    chat template, here."""
+    from quatrain.data.modelfile import go_template
+    from quatrain.errors import DataError
+
+    tokenizer, renderer = it.text_tools()
+    if template is None or tokenizer is None or renderer is None:
+        return []
+    bos = tokenizer.bos_token
+    for bos_added in (False, True)[: 1 + (bos is not None)]:
+        try:
+            if go_template(renderer, bos_added=bos_added).text == template:
+                return []
+        except DataError:
+            continue
+    return ["the Modelfile's TEMPLATE is not the model's own chat template, which is the one that is used here"]
 
 
 def _with_adapter(folder: Path, base: str) -> InUse:
     from quatrain.checkpoint.open import open_source
     from quatrain.checkpoint.peft import read_adapter
+    from quatrain.checkpoint.trained_rows import TrainedRows
 
     saved = read_adapter(folder)
     if not base and not saved.base_name:
@@ -110,4 +164,8 @@ def _with_adapter(folder: Path, base: str) -> InUse:
     # The adapter carries the template it was trained with; the file that it came from need not be there any more.
     if (folder / "tokenizer.json").is_file():
         data.pop("chat_template", None)
-    return InUse(open_source(base or saved.base_name), folder, {**engine, **saved.options()}, data)
+    source, notices = open_source(base or saved.base_name), []
+    if saved.brings:
+        source = TrainedRows(source, saved)
+        notices = [source.notes[-1]]
+    return InUse(source, folder, {**engine, **saved.options()}, data, notices=notices)

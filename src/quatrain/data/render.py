@@ -95,7 +95,7 @@ class ChatRenderer:
         self, tokenizer: Tokenizer, template: ChosenTemplate, *, date: str | None = None, allow_special: bool = False
     ) -> None:
         self.tokenizer = tokenizer.with_chat_template(template.text)
-        self.template = template
+        self.template, self.date = template, date
         self._allow_special = allow_special
         self._compiled = compile_template(template.text, date)
         self.traits = TemplateTraits(self.tokenizer, lambda messages, prompt: self._text(messages, None, prompt))

@@ -21,7 +21,7 @@ def metadata_from_spec(spec: ModelSpec, where: str) -> dict[str, Any]:
     """The architecture's keys. Integers are meant as uint32, numbers as fp32.
 
     Raises ModelError for what llama.cpp does not compute for these architectures: rope scaling of other kinds, partial
-    rotation, windows that differ from layer to layer.
+    rotation, windows that differ from layer to layer, biases in Qwen3.
     """
     prefix = gguf_architecture(spec) + "."
     values: dict[str, Any] = {
@@ -40,6 +40,8 @@ def metadata_from_spec(spec: ModelSpec, where: str) -> dict[str, Any]:
     }
     if spec.rope.rotary_dim != spec.head_dim:
         raise _cannot(where, "partial rotation")
+    if spec.family == "qwen3" and spec.biased:
+        raise _cannot(where, "biases")
     windows = set(spec.windows)
     if len(windows) > 1:
         raise _cannot(where, "a sliding window in some layers only")

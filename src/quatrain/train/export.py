@@ -25,14 +25,13 @@ from quatrain.data.modelfile import modelfile
 from quatrain.data.records import Message
 from quatrain.errors import CheckpointError, ConfigError, PlanError
 from quatrain.ops.select import select_backend
-from quatrain.train.preflight import check_writable
+from quatrain.train.preflight import EXPORT_FILE, check_writable
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
     from quatrain.data.render import ChatRenderer
     from quatrain.data.tokenizer import Tokenizer
 
-RECORD = "export.json"
 ADAPTER_FILE = "adapter.gguf"
 PROBE_TEXT = (
     "Hello, it's 3.14 o'clock; WE'LL pay 1234567 in 2024!\n\n  two  spaces\tand a tab\r\n"
@@ -48,7 +47,7 @@ LARGEST_SHARE = {"f32": 1e-3, "f16": 0.03, "bf16": 0.2, "q8_0": 0.2, "q5_1": 0.5
 @dataclass(frozen=True)
 class Job:
     """An adapter, its base, and how text becomes a prompt for it. `tokenizer` and `renderer` are those of training;
-    None where the model has none."""
+    None where the model has none. `prompt` are the data options of training that say how prompts are made."""
 
     options: ExportOptions
     source: ModelSource
@@ -56,6 +55,7 @@ class Job:
     engine: InstructConfig
     tokenizer: Tokenizer | None
     renderer: ChatRenderer | None
+    prompt: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,13 +89,13 @@ def export(job: Job, report: Callable[[str], None] = lambda text: None) -> Expor
     _check_disk(folder, merge, kind)
     with staged_folder(folder) as stage:
         report("merging and writing")
-        done.notices += WRITERS[options.format](job, merge, kind, stage)
+        done.notices += WRITERS[options.format](job, merge, kind, stage) + _left_out(job)
         report("reading back and comparing")
         if options.format == "gguf-adapter":
             _compare_adapter(merge, kind, stage)
         else:
             _compare(job, merge, open_source(str(stage)), done)
-        (stage / RECORD).write_text(json.dumps(_record(job, done), indent=2) + "\n")
+        (stage / EXPORT_FILE).write_text(json.dumps(_record(job, done), indent=2) + "\n")
     done.files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
     return done
 
@@ -108,7 +108,7 @@ def check_target(options: ExportOptions) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"out: {folder} is a file, want a folder", hint="choose another --out")
     if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / RECORD).is_file():
+        if not (folder / EXPORT_FILE).is_file():
             raise ConfigError(f"out: {folder} is not empty and holds no export", hint="choose a new folder for --out")
         if not options.overwrite:
             raise ConfigError(f"out: {folder} already holds an export", hint="--overwrite to replace it")
@@ -133,7 +133,7 @@ def write_ollama(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
     if job.renderer is None:
         raise ConfigError(f"{job.source.name} has no tokenizer, and Ollama needs one", hint="use --format gguf")
     bos_added = bool(_vocabulary(job).get("tokenizer.ggml.add_bos_token"))
-    text, notices = modelfile(f"model-{kind}.gguf", job.renderer, bos_added=bos_added)
+    text, notices = modelfile(f"model-{kind}.gguf", job.renderer, bos_added=bos_added, system=job.prompt.get("system"))
     (folder / "Modelfile").write_text(text, encoding="utf-8")
     return [*notices, *write_gguf_model(job, merge, kind, folder)]
 
@@ -144,6 +144,16 @@ def write_adapter(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
     if _trained_on(job) == "source":
         return []
     return ["it was trained on the base in NF4: on a base in another type its answers differ; --format gguf has both"]
+
+
+def _left_out(job: Job) -> list[str]:
+    """What prompts of the training have and other programs cannot know from the files."""
+    notices = []
+    if job.options.format != "ollama" and (system := job.prompt.get("system")):
+        notices.append(f"prompts of the training have the system text {system!r}: other programs must be given it")
+    if job.options.format != "ollama" and (date := job.prompt.get("template_date")):
+        notices.append(f"prompts of the training have the date {date}: other programs print today's")
+    return notices
 
 
 WRITERS = {"hf": write_hf, "gguf": write_gguf_model, "ollama": write_ollama, "gguf-adapter": write_adapter}
@@ -302,4 +312,6 @@ def _record(job: Job, done: Exported) -> dict[str, Any]:
         "max_logit_difference": done.difference,
         "share_of_spread": done.share,
         "adapter_effect": done.effect,
+        # The template itself is in the tokenizer's files.
+        "prompt": {name: value for name, value in job.prompt.items() if name != "chat_template"},
     }

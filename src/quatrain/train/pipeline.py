@@ -293,7 +293,10 @@ class InstructPipeline:
         back and compares. Raises CheckpointError when any of that fails; an earlier adapter in `folder` is replaced
         only at the end."""
         from quatrain.checkpoint.peft import save_adapter
+        from quatrain.checkpoint.trained_rows import TrainedRows
 
+        if isinstance(self.source, TrainedRows):
+            raise CheckpointError("this adapter brings its own embedding or head, which would not be saved")
         save_adapter(
             folder, _on_host(self.adapters.named()), self.config, num_layers=self.spec.num_layers,
             base_name=self.source.name, base_fingerprint=self.source.fingerprint(),
@@ -303,10 +306,12 @@ class InstructPipeline:
     def load_adapter(self, folder: str | Path, *, any_base: bool = False) -> list[str]:
         """Puts a saved adapter in place, all of it or nothing; returns notices to show. Raises CheckpointError."""
         from quatrain.checkpoint.peft import load_adapter
+        from quatrain.checkpoint.trained_rows import TrainedRows
 
         notices = load_adapter(
-            folder, self.adapters.named(), self.config, base_fingerprint=self.source.fingerprint(), any_base=any_base
-        )
+            folder, self.adapters.named(), self.config, base_fingerprint=self.source.fingerprint(), any_base=any_base,
+            rows_in_place=isinstance(self.source, TrainedRows),
+        )  # fmt: skip
         self.adapters.refresh()
         return notices
 

@@ -8,6 +8,7 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quatrain.config import RunOptions
 from quatrain.errors import CheckpointError, ConfigError, PlanError
@@ -20,6 +21,7 @@ TRACKERS_FILE = "trackers.json"
 ADAPTER = "adapter"
 ADAPTER_CONFIG = "adapter_config.json"
 CHECKPOINTS = "checkpoints"
+EXPORT_FILE = "export.json"
 
 
 def check_run_folder(options: RunOptions) -> Path:
@@ -71,6 +73,15 @@ def find_adapter(path: Path) -> Path | None:
             f"{path} is a run without an adapter yet", hint=f"go on with it: quatrain train --resume --out {path}"
         )
     return None
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """What an export says about itself, or None where there is no export."""
+    try:
+        record = json.loads((folder / EXPORT_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and "merged_into" in record else None
 
 
 def remove_run(folder: Path) -> None:
