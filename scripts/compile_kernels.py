@@ -6,11 +6,14 @@
 Each entry of the file says what the compiler made: registers of a thread, shared memory of a block, spilled bytes (on
 AMD: spilled registers). Exit code 1 when something does not compile, spills, or takes more shared memory than a block
 has. What is compiled stands in each op's `cases` (see quatrain/ops/triton_configs.py).
+
+A run that was interrupted goes on where it was, and a later one builds only what has changed since (`--fresh`: all).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import io
 import json
@@ -20,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +71,15 @@ def jobs(subset: bool, only: str, target: str) -> Iterator[Job]:
                     if only in name and not (subset and name in seen):
                         yield Job(module, arch, kind, index)
                     seen.add(name)
+
+
+def fingerprint(job: Job) -> str:
+    """Changes with whatever can change what is built: the compiler, the kernel with all that it calls, the case."""
+    import triton
+
+    case = importlib.import_module(job.module).cases(job.arch, job.dtype)[job.index]
+    parts = (triton.__version__, case.kernel.cache_key, case.types, case.constexprs, case.variant, job.arch, job.dtype)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
 def build(job: Job) -> dict[str, Any]:
@@ -155,6 +167,31 @@ def summary(entries: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{kernel:<28}{len(built):>7}{most['registers']:>11}{most['shared']:>9}{most['spills']:>8}"
 
 
+def build_all(wanted: list[Job], out: Path, processes: int, fresh: bool) -> list[dict[str, Any]]:
+    """The entry of every job in order: taken over from `out` where nothing has changed, else built, and kept beside it
+    until all are there."""
+    partial, known = out.with_suffix(".partial"), dict[str, dict[str, Any]]()
+    if fresh:
+        partial.unlink(missing_ok=True)
+    elif out.exists():
+        known = {entry["fingerprint"]: entry for entry in json.loads(out.read_text()) if "error" not in entry}
+    if partial.exists():
+        lines = partial.read_text().split("\n")[:-1]  # what follows the last line end is a line cut short
+        known |= {entry["fingerprint"]: entry for entry in map(json.loads, lines)}
+        partial.write_text("".join(f"{line}\n" for line in lines))
+    marks = [fingerprint(job) for job in wanted]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(processes) as pool, open(partial, "a", encoding="utf-8") as kept:
+        made = {pool.submit(build, job): mark for job, mark in zip(wanted, marks, strict=True) if mark not in known}
+        for done in as_completed(made):
+            entry = known[made[done]] = done.result() | {"fingerprint": made[done]}
+            print(json.dumps(entry), file=kept, flush=True)
+    entries = [known[mark] for mark in marks]
+    out.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    partial.unlink()
+    return entries
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subset", action="store_true", help="one variant of each kernel, three architectures")
@@ -162,13 +199,11 @@ def main() -> int:
     parser.add_argument("--target", default="", help="one architecture, such as sm_90")
     parser.add_argument("--out", type=Path, default=Path("build/kernels.json"), help="where the report goes")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")
+    parser.add_argument("--fresh", action="store_true", help="build everything again")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        with ProcessPoolExecutor(args.jobs) as pool:
-            entries = list(pool.map(build, jobs(args.subset, args.only, args.target)))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        entries = build_all(list(jobs(args.subset, args.only, args.target)), args.out, args.jobs, args.fresh)
     problems = [problem for entry in entries if (problem := complaint(entry))]
     print(*summary(entries), sep="\n")
     print(*problems, sep="\n")
