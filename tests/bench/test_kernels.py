@@ -21,8 +21,8 @@ TINY = replace(
     shape_spec("qwen2.5-0.5b"), vocab_size=300, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
     num_kv_heads=2, head_dim=16, rope=RopeSpec(theta=10_000.0, rotary_dim=16), windows=(None, None),
 )  # fmt: skip
-NOT_A_KERNEL = {"rope_tables", "dropout_keys", "clip_scale", "rope_backward"}
-"""A few numbers each; rope's backward is the forward's kernel."""
+NOT_A_KERNEL = {"rope_tables", "dropout_keys", "clip_scale", "rope_backward", "sample_tokens"}
+"""A few numbers each; rope's backward is the forward's kernel; the sampler is a kernel on a GPU only."""
 
 
 def broken(backend: Backend, name: str) -> Backend:

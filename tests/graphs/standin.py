@@ -122,7 +122,17 @@ def row_bounded(ops: Ops) -> Ops:
         losses[n:] = 0
         ops.head_loss(losses[:n], dhidden, hidden, rows[:n], targets[:n], head, logits)
 
-    return replace(ops, attention_forward=attention_forward, attention_backward=attention_backward, head_loss=head_loss)
+    def cached_attention(out: Any, q: Any, k: Any, v: Any, keys: Any, values: Any, lengths: Any, *more: Any) -> None:
+        live = lengths > 0
+        found, own = out[live], [cache[live] for cache in (keys, values)]
+        ops.cached_attention_forward(found, q[live], k[live], v[live], *own, lengths[live], *more)
+        out.zero_()
+        out[live], keys[live], values[live] = found, *own
+
+    return replace(
+        ops, attention_forward=attention_forward, attention_backward=attention_backward, head_loss=head_loss,
+        cached_attention_forward=cached_attention,
+    )  # fmt: skip
 
 
 def backend_of(tape: Tape) -> Backend:

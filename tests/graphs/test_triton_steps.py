@@ -15,6 +15,7 @@ from graphs.test_captured_steps import assert_same_bits, bits
 from oracles import families, hf
 from oracles.engine import make_config, open_pipeline
 
+from quatrain.config import GenerateConfig
 from quatrain.ops.select import Backend, triton_backend
 from quatrain.train.pipeline import InstructPipeline
 
@@ -59,3 +60,19 @@ def test_captured_is_uncaptured_and_both_are_the_reference(tmp_path: Path, name:
         assert got.grad_norm == pytest.approx(want.grad_norm, rel=tol.ENGINE_FP32)
     for key, master in exact.adapters.named().items():
         assert hf.norm_error(captured.adapters.named()[key], master) <= tol.OPTIMIZER * 10, key
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3-mixed-windows"])
+def test_generating_gives_the_cpus_tokens(tmp_path: Path, name: str) -> None:
+    """Prompts by bucket, steps captured, sampled on the device; the reference's tokens where it is greedy."""
+    variant, options = families.BY_NAME[name], {"micro_batch_tokens": 512}
+    captured, plain = (
+        open_on_tape(variant, tmp_path / mode, tape, backend=on_triton(tape), cuda_graph=mode, **options)
+        for mode, tape in (("auto", Tape()), ("off", Tape()))
+    )
+    exact = open_pipeline(variant, tmp_path / "exact", make_config(kernels="reference", **options))
+    prompts = [list(row.input_ids) for row in rows_of([6, 1, 9], seed=2)]
+    greedy, sampled = (GenerateConfig(max_new_tokens=6, temperature=t, top_k=30, top_p=0.9) for t in (0.0, 1.5))
+    assert captured.generate_ids(prompts, greedy) == exact.generate_ids(prompts, greedy)
+    assert captured.generate_ids(prompts, sampled) == plain.generate_ids(prompts, sampled)
+    assert captured.engine.graphs is not None and captured.engine.graphs.replays > 5

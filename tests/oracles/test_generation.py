@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from oracles import families, hf
 from oracles.engine import every_kernels, make_config, open_oracle, open_pipeline
 
 from quatrain.config import GenerateConfig
-from quatrain.errors import DataError
+from quatrain.errors import DataError, PlanError
 from quatrain.model import generate as generation
 from quatrain.model.decoder import Decoder, position_limit
 from quatrain.model.generate import generate, pick, stream
@@ -169,6 +170,23 @@ def test_it_stops_at_end_tokens_and_limits(tmp_path: Path) -> None:
     assert (stopped.ids, stopped.finish) == (free.ids[:3], "stop")
     (short,) = generate(decoder, prompts([3]), GenerateConfig(max_new_tokens=1))
     assert (short.ids, short.finish) == (free.ids[:1], "length")
+
+
+def test_what_the_plan_has_no_room_for_is_refused(tmp_path: Path) -> None:
+    """Cache and working memory count against the budget; rows that fit one by one are decoded one by one."""
+    pipeline = open_pipeline(families.BY_NAME["llama"], tmp_path, make_config())
+    decoder, rows = decoder_of(pipeline), prompts([9, 7, 5])
+    want = pipeline.generate_ids(rows, GenerateConfig(max_new_tokens=4))
+    one = max(decoder.bytes_for([len(row)], len(row) + 4) for row in rows)
+    layout = pipeline.layout
+    pipeline._layout = replace(layout, budget=layout.plan.total_bytes + one)
+    assert layout.plan.total_bytes <= pipeline.layout.budget < 1 << 32
+    arena = pipeline.engine.arena.nbytes
+    assert pipeline.layout.generation_room(False) == one + arena  # nothing has used the arena yet
+    pipeline.engine.stepped = True
+    assert pipeline.generate_ids(rows, GenerateConfig(max_new_tokens=4)) == want
+    with pytest.raises(PlanError, match=r"generating up to 64 tokens needs .* MB, the plan leaves"):
+        pipeline.generate_ids(rows, GenerateConfig(max_new_tokens=60))
 
 
 def test_end_tokens_come_from_the_source(tmp_path: Path) -> None:

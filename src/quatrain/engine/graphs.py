@@ -24,7 +24,7 @@ class StepKey:
     tokens: int
     targets: int
     micro_batches: int
-    kind: str  # "train", or "from" for a caller's own gradient
+    kind: str  # "train"; "from" for a caller's own gradient; "decode": a token for each row, see engine/decoding.py
 
 
 @dataclass

@@ -43,12 +43,21 @@ class Layout:
     offloaded: int = 0
     embed_on_host: bool = False
     graph_bytes: int = 0
+    budget: int | None = None
     choices: tuple[str, ...] = ()
 
     @property
     def wide_dtype(self) -> torch.dtype:
         """The accumulation dtype."""
         return torch.promote_types(self.compute_dtype, torch.float32)
+
+    def generation_room(self, stepped: bool) -> int | None:
+        """Bytes of the budget that generating on the CPU may take. Memory of the arena counts from the first step on:
+        the system gives it when it is first written."""
+        if self.budget is None:
+            return None
+        arena = sum(slot.nbytes for slot in self.plan.slots if not slot.within)
+        return self.budget - self.plan.total_bytes + (0 if stepped else arena)
 
 
 def lay_out(
@@ -110,7 +119,7 @@ def lay_out(
     slots += [slot for block in kept[first_kept:] for slot in block]
     plan = MemoryPlan(tuple(slots), tuple(held))
     plan.require(budget)
-    return Layout(tokens, first_kept, head_chunk, compute_dtype, backend, plan)
+    return Layout(tokens, first_kept, head_chunk, compute_dtype, backend, plan, budget=budget)
 
 
 def choose_kept(config: InstructConfig, kept_bytes: list[int], room: int) -> int:

@@ -45,7 +45,7 @@ def resolve_device(config: InstructConfig) -> str:
 
 
 def not_on_cuda() -> str:
-    """Why `device=auto` is the CPU. It stays there until the CUDA path has been run on a GPU and can generate."""
+    """Why `device=auto` is the CPU. It stays there until the CUDA path has been run on a GPU."""
     return cuda_missing() or "the CUDA kernels are untested on hardware: --device cuda asks for them"
 
 

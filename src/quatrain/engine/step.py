@@ -25,6 +25,7 @@ from quatrain.engine.layout import Layout
 from quatrain.engine.offload import Offload
 from quatrain.engine.outcomes import Outcomes, Pending
 from quatrain.memory.arena import Arena
+from quatrain.memory.plan import Slot
 from quatrain.model.adapters import AdapterSet
 from quatrain.model.block import Stream, block_backward, block_forward, block_recompute
 from quatrain.model.params import ModelParams
@@ -75,6 +76,8 @@ class StepEngine:
             self._frequencies = inv_freq.to(place), scaling
         self._running = backend.running
         self.graphs = self._graph_cache()
+        self._tenant: object | None = None
+        self.stepped = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -87,7 +90,7 @@ class StepEngine:
     def train_step(self, batches: Sequence[Batch]) -> Pending:
         """Gradients of all micro-batches, then clip and update."""
         if len(batches) <= self.layout.input_sets:
-            loaded = self.inputs.load(batches, self._bucket(batches))
+            loaded = self._load(batches, self._bucket(batches))
             self._run("train", loaded, lambda: self._step(loaded))
         else:  # one after the other through the slots of the first
             self.optimizer.begin_step()
@@ -98,7 +101,7 @@ class StepEngine:
 
     def train_step_from(self, batch: Batch, d_final: torch.Tensor) -> Pending:
         """As `train_step` from the caller's gradient at the final norm's output, d_final [T, H]: see `train_from`."""
-        (loaded,) = self.inputs.load([batch], self._bucket([batch]))
+        (loaded,) = self._load([batch], self._bucket([batch]))
         self._take_gradient(loaded, d_final)
         self._run("from", [loaded], lambda: self._step_from(loaded))
         return self.outcomes.take()
@@ -113,11 +116,22 @@ class StepEngine:
         works: list[tuple[StepKey, Callable[[], None]]] = []
         for bucket, number in sorted(buckets, key=lambda item: item[1]):
             if number <= self.layout.input_sets:
-                loaded = self.inputs.load([empty] * number, bucket)
+                loaded = self._load([empty] * number, bucket)
                 works.append((self._key("train", loaded), partial(self._step, loaded)))
         snapshot = self.state.snapshot()
         self.graphs.prepare(works)
         self.state.restore(snapshot)
+
+    # Between steps, the memory of a step is free for something else.
+
+    def lend_arena(self, slots: Sequence[Slot], tenant: object) -> Arena:
+        """The arena's memory for other slots (`Arena.could_lend`), until the next step or the next tenant."""
+        self._tenant = tenant
+        return self.arena.lend(slots)
+
+    def lends_to(self, tenant: object) -> bool:
+        """Whether what `tenant` has written into the arena's memory is still there."""
+        return self._tenant is tenant
 
     # The parts of a step that a caller may ask for: losses alone, a training micro-batch, a caller's own gradient.
 
@@ -212,7 +226,14 @@ class StepEngine:
         return bucket_for(tokens, targets, self.layout.tokens) if self.layout.static else None
 
     def _load_alone(self, batch: Batch) -> Loaded:
-        return self.inputs.load([batch], self._bucket([batch]))[0]
+        return self._load([batch], self._bucket([batch]))[0]
+
+    def _load(self, batches: Sequence[Batch], bucket: Bucket | None) -> list[Loaded]:
+        if self._tenant is not None:
+            self._tenant = None
+            self.arena.take_back()
+        self.stepped = True
+        return self.inputs.load(batches, bucket)
 
     def _take_gradient(self, loaded: Loaded, d_final: torch.Tensor) -> None:
         slot, tokens = self.arena["d_hidden.1"][: loaded.num_tokens], d_final.shape[0]
@@ -224,10 +245,14 @@ class StepEngine:
         return StepKey(loaded[0].num_tokens, targets, len(loaded), kind)
 
     def _run(self, kind: str, loaded: Sequence[Loaded], work: Callable[[], None]) -> None:
+        self.run(self._key(kind, loaded), work)
+
+    def run(self, key: StepKey, work: Callable[[], None]) -> None:
+        """Does `work`, of the shape `key`: captured where steps are."""
         if self.graphs is None or self.profiler.enabled:
             work()
         else:
-            self.graphs.run(self._key(kind, loaded), work)
+            self.graphs.run(key, work)
 
     def _graph_cache(self) -> GraphCache | None:
         mode, layout = self.config.cuda_graph, self.layout

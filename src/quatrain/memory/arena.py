@@ -27,11 +27,19 @@ poison_by_default = False
 class Arena:
     """Named tensors in one block of memory."""
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device | str = "cpu", poison: bool | None = None) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        device: torch.device | str = "cpu",
+        poison: bool | None = None,
+        inside: torch.Tensor | None = None,
+    ) -> None:
+        """In memory of its own, or `inside` a uint8 tensor that is large enough (`bytes_of`)."""
         self.poisoned = poison_by_default if poison is None else poison
-        self.nbytes = sum(slot.nbytes for slot in slots if not slot.within)
+        self.nbytes = bytes_of(slots)
         guard = GUARD_BYTES if self.poisoned else 0
-        self._block = _allocate(self.nbytes + guard * (len(slots) + 1), torch.device(device))
+        size = self._bytes_with_guards(slots)
+        self._block = _allocate(size, torch.device(device)) if inside is None else inside[:size]
         if self.poisoned:
             self._block.fill_(GUARD)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -59,6 +67,21 @@ class Arena:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
+    def could_lend(self, slots: Sequence[Slot]) -> bool:
+        """Whether other slots fit in the same memory."""
+        return self._bytes_with_guards(slots) <= self._block.numel()
+
+    def lend(self, slots: Sequence[Slot]) -> Arena:
+        """Other slots in the same memory, for as long as nobody uses this arena's; then comes `take_back`."""
+        return Arena(slots, poison=self.poisoned, inside=self._block)
+
+    def take_back(self) -> None:
+        """After `lend`. Nothing is left of what was in the slots; under test they are poison again."""
+        if self.poisoned:
+            for _, guard in self._guards:
+                guard.fill_(GUARD)
+            self.release(self._tensors.values())
+
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Says that nobody may read these slots before they are written again; under test they turn to poison."""
         if self.poisoned:
@@ -71,6 +94,9 @@ class Arena:
         if broken:
             raise AssertionError(f"memory was written outside its slot just before: {', '.join(broken)}")
 
+    def _bytes_with_guards(self, slots: Sequence[Slot]) -> int:
+        return bytes_of(slots) + (GUARD_BYTES * (len(slots) + 1) if self.poisoned else 0)
+
     def _poison(self, tensor: torch.Tensor) -> None:
         if not self.poisoned:
             return
@@ -78,6 +104,11 @@ class Arena:
             tensor.fill_(float("nan"))
         else:
             tensor.view(torch.uint8).fill_(POISON_INT)
+
+
+def bytes_of(slots: Sequence[Slot]) -> int:
+    """The bytes that slots take in an arena."""
+    return sum(slot.nbytes for slot in slots if not slot.within)
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:

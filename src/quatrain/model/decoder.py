@@ -17,6 +17,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from quatrain.errors import PlanError
 from quatrain.memory.arena import Arena
 from quatrain.memory.plan import Slot
 from quatrain.model.block import Stream, block_forward
@@ -48,10 +49,12 @@ def cache_bytes(params: ModelParams, tokens: int) -> int:
 
 
 class Decoder:
-    """The cache of a group of rows, and the forward that fills and reads it. Dropout is never on."""
+    """The cache of a group of rows, and the forward that fills and reads it. Dropout is never on.
 
-    def __init__(self, params: ModelParams, backend: Backend) -> None:
-        self.params, self._backend = params, backend
+    `room`: the bytes that it may take, cache and working memory together; None is no limit."""
+
+    def __init__(self, params: ModelParams, backend: Backend, room: int | None = None) -> None:
+        self.params, self._backend, self._room = params, backend, room
         self._spec, self._dtype = params.spec, params.embed.dtype
         self._wide = torch.promote_types(self._dtype, torch.float32)
         self._rows: list[list[int]] = []
@@ -64,13 +67,28 @@ class Decoder:
         return self._backend.running()
 
     def start(self, prompts: Sequence[Sequence[int]], slots: int) -> torch.Tensor:
-        """Forgets the rows before; logits [B, V] of the token after each prompt. A row may grow to `slots` tokens."""
+        """Forgets the rows before; logits [B, V] of the token after each prompt. A row may grow to `slots` tokens.
+        Raises PlanError when that takes more than there is room for."""
+        self._arena = Arena([])
+        require_room(self.bytes_for([len(prompt) for prompt in prompts], slots), self._room, slots)
         self._rows = [list(prompt) for prompt in prompts]
         self._arena = Arena(self._step_slots(len(prompts), slots))
         self._repeat = None
         with self.running():
             self._rope_tables(self._arena["cos table"], self._arena["sin table"], torch.arange(slots), 1)
             return self._prefill()
+
+    def fits(self, lengths: Sequence[int], slots: int) -> bool:
+        """Whether there is room for prompts of these lengths that may grow to `slots` tokens each."""
+        return self._room is None or self.bytes_for(lengths, slots) <= self._room
+
+    def bytes_for(self, lengths: Sequence[int], slots: int) -> int:
+        """What prompts of these lengths take that may grow to `slots` tokens each."""
+        prefill = max(
+            sum(slot.nbytes for slot in self._prefill_slots(sum(part), max(part)))
+            for part in ([lengths[i] for i in rows] for rows in prefill_parts(lengths))
+        )
+        return prefill + sum(slot.nbytes for slot in self._step_slots(len(lengths), slots))
 
     def step(self, tokens: Sequence[int]) -> torch.Tensor:
         """Adds one token to each row; logits [B, V] of the next."""
@@ -126,7 +144,7 @@ class Decoder:
 
     def _prefill(self) -> torch.Tensor:
         """Runs all rows from their first token; their keys and values go to the cache."""
-        return torch.cat([self._prefill_rows(part) for part in _parts([len(row) for row in self._rows])])
+        return torch.cat([self._prefill_rows(part) for part in prefill_parts([len(row) for row in self._rows])])
 
     def _prefill_rows(self, part: range) -> torch.Tensor:
         rows = [self._rows[i] for i in part]
@@ -158,18 +176,8 @@ class Decoder:
     def _blocks(
         self, arena: Arena, stream: Stream, ids: torch.Tensor, attention: Callable[[int], Attention]
     ) -> torch.Tensor:
-        """The final norm's output [T, H]; `attention(layer)` takes the place of the op."""
-        params, spec, ops, tokens = self.params, self._spec, stream.ops, len(ids)
-        x, out, final = (arena[name][:tokens] for name in ("x", "out", "final"))
-        saved = intermediates(arena, "generate", tokens, spec)
-        ops.embedding_forward(x, ids, params.embed)
-        for layer, block in enumerate(params.blocks):
-            with_cache = replace(stream, ops=replace(ops, attention_forward=attention(layer)))
-            block_forward(out, x, saved, block, with_cache, spec.windows[layer])
-            arena.release(saved.tensors())
-            x, out = out, x
-        ops.rms_norm_forward(final, arena["final_rstd"][:tokens], x, params.final_norm, spec.rms_norm_eps)
-        return final
+        stream.ops.embedding_forward(arena["x"][: len(ids)], ids, self.params.embed)
+        return run_blocks(self.params, arena, "", stream, len(ids), attention)
 
     def _rope_tables(self, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor, length: int) -> None:
         """cos and sin for a row of `length` tokens. Only dynamic frequencies go by it, and cached steps end where they
@@ -178,52 +186,98 @@ class Decoder:
 
     def _step_slots(self, rows: int, slots: int) -> list[Slot]:
         """The memory of the steps of `rows` rows, cache included."""
-        spec, dtype, wide, half = self._spec, self._dtype, self._wide, self._spec.rope.rotary_dim // 2
-        scratch = self._backend.decode_scratch_bytes(self._sizes(rows, slots))
-        cache = (rows, slots, spec.num_kv_heads, spec.head_dim)
+        spec, wide, half = self._spec, self._wide, self._spec.rope.rotary_dim // 2
+        scratch = self._backend.decode_scratch_bytes(decoding_sizes(self.params, rows, slots))
         return [
-            *[Slot("generate", name, (rows,), torch.int64) for name in ("ids", "lengths")],
-            *[Slot("generate", f"{name} table", (slots, half), wide) for name in ("cos", "sin")],
-            Slot("generate", "logits", (rows, spec.vocab_size), dtype),
-            *self._forward_slots(rows, scratch),
-            *[
-                Slot("cache", f"{name}.{layer}", cache, dtype)
-                for layer in range(spec.num_layers)
-                for name in ("keys", "values")
-            ],
+            *[Slot("generation", name, (rows,), torch.int64) for name in ("ids", "lengths")],
+            *[Slot("generation", f"{name} table", (slots, half), wide) for name in ("cos", "sin")],
+            Slot("generation", "logits", (rows, spec.vocab_size), self._dtype),
+            *forward_slots(self.params, rows, scratch),
+            *cache_slots(self.params, rows, slots),
         ]
 
     def _prefill_slots(self, tokens: int, longest_row: int) -> list[Slot]:
-        return self._forward_slots(tokens, self._backend.scratch_bytes(self._sizes(tokens, longest_row)))
-
-    def _forward_slots(self, tokens: int, scratch_bytes: int) -> list[Slot]:
-        spec, dtype, wide = self._spec, self._dtype, self._wide
-        return [
-            *[Slot("generate", name, (tokens, spec.hidden_size), dtype) for name in ("x", "out", "final")],
-            Slot("generate", "final_rstd", (tokens,), wide),
-            *[Slot("generate", name, (tokens, spec.rope.rotary_dim // 2), wide) for name in ("cos", "sin")],
-            Slot("generate", "op scratch", (scratch_bytes,), torch.uint8),
-            *intermediate_slots(spec, self._ranks(), tokens, dtype, wide, "generate", "generate"),
-        ]
-
-    def _sizes(self, tokens: int, longest_row: int) -> Sizes:
-        linears = [linear for block in self.params.blocks for linear in block.linears.values()]
-        return op_sizes(
-            self._spec, tokens=tokens, longest_row=longest_row, rank=max(self._ranks().values(), default=0),
-            quantised=any(isinstance(linear.weight, Nf4Tensor) for linear in linears), dropout=False, head_chunk=1,
-            dtype=self._dtype,
-        )  # fmt: skip
-
-    def _ranks(self) -> dict[str, int]:
-        return {
-            name: linear.lora.rank
-            for block in self.params.blocks
-            for name, linear in block.linears.items()
-            if linear.lora is not None
-        }
+        return forward_slots(
+            self.params, tokens, self._backend.scratch_bytes(decoding_sizes(self.params, tokens, longest_row))
+        )
 
 
-def _parts(lengths: list[int]) -> Iterator[range]:
+def require_room(needed: int, room: int | None, slots: int) -> None:
+    """Raises PlanError when generating needs more bytes than there is room for."""
+    if room is not None and needed > room:
+        raise PlanError(
+            f"generating up to {slots} tokens needs {needed / 1e6:.0f} MB, the plan leaves {max(0, room) / 1e6:.0f} MB",
+            hint="try fewer --max-new-tokens, a shorter prompt, or a larger --memory-budget",
+        )
+
+
+def run_blocks(
+    params: ModelParams,
+    arena: Arena,
+    prefix: str,
+    stream: Stream,
+    tokens: int,
+    attention: Callable[[int], Attention],
+) -> torch.Tensor:
+    """The final norm's output [T, H] from the embedded tokens in `x`, in the slots of `forward_slots`;
+    `attention(layer)` takes the place of the op."""
+    spec, ops = params.spec, stream.ops
+    x, out, final = (arena[prefix + name][:tokens] for name in ("x", "out", "final"))
+    saved = intermediates(arena, f"{prefix}block", tokens, spec)
+    for layer, block in enumerate(params.blocks):
+        with_cache = replace(stream, ops=replace(ops, attention_forward=attention(layer)))
+        block_forward(out, x, saved, block, with_cache, spec.windows[layer])
+        arena.release(saved.tensors())
+        x, out = out, x
+    ops.rms_norm_forward(final, arena[f"{prefix}final_rstd"][:tokens], x, params.final_norm, spec.rms_norm_eps)
+    return final
+
+
+def forward_slots(params: ModelParams, tokens: int, scratch_bytes: int, prefix: str = "") -> list[Slot]:
+    """The memory of a forward over `tokens` tokens that keeps nothing; names begin with `prefix`."""
+    spec, dtype = params.spec, params.embed.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    slots = [
+        *[Slot("generation", name, (tokens, spec.hidden_size), dtype) for name in ("x", "out", "final")],
+        Slot("generation", "final_rstd", (tokens,), wide),
+        *[Slot("generation", name, (tokens, spec.rope.rotary_dim // 2), wide) for name in ("cos", "sin")],
+        Slot("generation", "op scratch", (scratch_bytes,), torch.uint8),
+        *intermediate_slots(spec, _ranks(params), tokens, dtype, wide, "generation", "block"),
+    ]
+    return [replace(slot, name=prefix + slot.name) for slot in slots]
+
+
+def cache_slots(params: ModelParams, rows: int, slots: int) -> list[Slot]:
+    """Keys and values [B, S, Hk, D] of every layer."""
+    spec = params.spec
+    shape = (rows, slots, spec.num_kv_heads, spec.head_dim)
+    return [
+        Slot("cache", f"{name}.{layer}", shape, params.embed.dtype)
+        for layer in range(spec.num_layers)
+        for name in ("keys", "values")
+    ]
+
+
+def decoding_sizes(params: ModelParams, tokens: int, longest_row: int) -> Sizes:
+    """The largest sizes of ops without gradients."""
+    linears = [linear for block in params.blocks for linear in block.linears.values()]
+    return op_sizes(
+        params.spec, tokens=tokens, longest_row=longest_row, rank=max(_ranks(params).values(), default=0),
+        quantised=any(isinstance(linear.weight, Nf4Tensor) for linear in linears), dropout=False, head_chunk=1,
+        dtype=params.embed.dtype,
+    )  # fmt: skip
+
+
+def _ranks(params: ModelParams) -> dict[str, int]:
+    return {
+        name: linear.lora.rank
+        for block in params.blocks
+        for name, linear in block.linears.items()
+        if linear.lora is not None
+    }
+
+
+def prefill_parts(lengths: Sequence[int]) -> Iterator[range]:
     """Consecutive rows that together have about PREFILL_TOKENS tokens."""
     start = total = 0
     for i, length in enumerate(lengths):

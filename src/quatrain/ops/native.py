@@ -87,6 +87,7 @@ def native_ops(context: Context | library.Recorder, scratch: torch.Tensor) -> Op
     from quatrain.ops.dropout.reference import dropout_keys
     from quatrain.ops.grad_norm.reference import clip_scale
     from quatrain.ops.rope.reference import rope_tables
+    from quatrain.ops.sampling.reference import sample_tokens
 
     native = _Native(context, scratch)
     return Ops(
@@ -104,6 +105,7 @@ def native_ops(context: Context | library.Recorder, scratch: torch.Tensor) -> Op
         attention_forward=native.attention_forward,
         attention_backward=native.attention_backward,
         cached_attention_forward=native.cached_attention_forward,
+        sample_tokens=sample_tokens,
         swiglu_forward=native.swiglu_forward,
         swiglu_backward=native.swiglu_backward,
         head_loss=native.head_loss,

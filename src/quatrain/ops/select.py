@@ -47,6 +47,7 @@ class Ops:
     attention_forward: Callable[..., None]
     attention_backward: Callable[..., None]
     cached_attention_forward: Callable[..., None]
+    sample_tokens: Callable[..., None]
     swiglu_forward: Callable[..., None]
     swiglu_backward: Callable[..., None]
     head_loss: Callable[..., None]
@@ -245,6 +246,7 @@ def reference_ops(scratch: torch.Tensor) -> Ops:
     from quatrain.ops.linear_lora.reference import linear_lora_backward, linear_lora_forward, lora_down_forward
     from quatrain.ops.rmsnorm.reference import rms_norm_backward, rms_norm_forward
     from quatrain.ops.rope.reference import rope_backward, rope_forward, rope_tables
+    from quatrain.ops.sampling.reference import sample_tokens
     from quatrain.ops.swiglu.reference import swiglu_backward, swiglu_forward
 
     return Ops(
@@ -262,6 +264,7 @@ def reference_ops(scratch: torch.Tensor) -> Ops:
         attention_forward=attention_forward,
         attention_backward=attention_backward,
         cached_attention_forward=cached_attention_forward,
+        sample_tokens=sample_tokens,
         swiglu_forward=swiglu_forward,
         swiglu_backward=swiglu_backward,
         head_loss=head_loss,

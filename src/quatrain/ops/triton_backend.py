@@ -20,6 +20,7 @@ from quatrain.ops.nf4 import triton as nf4
 from quatrain.ops.nf4.triton import dequantize
 from quatrain.ops.rmsnorm.triton import rms_norm_backward, rms_norm_forward
 from quatrain.ops.rope.triton import rope_backward, rope_forward, rope_tables
+from quatrain.ops.sampling.triton import sample_tokens
 from quatrain.ops.select import Backend, Ops, select_backend
 from quatrain.ops.swiglu.triton import swiglu_backward, swiglu_forward
 
@@ -43,6 +44,7 @@ def triton_ops(scratch: torch.Tensor) -> Ops:
         attention_forward=attention_forward,
         attention_backward=partial(attention_backward, scratch=scratch),
         cached_attention_forward=partial(cached_attention_forward, scratch=scratch),
+        sample_tokens=sample_tokens,
         swiglu_forward=swiglu_forward,
         swiglu_backward=swiglu_backward,
         head_loss=partial(head_loss, scratch=scratch),

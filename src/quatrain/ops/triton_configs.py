@@ -138,6 +138,7 @@ TABLE |= {
     "cache_put": {"*": {"num_warps": 4, "num_stages": 1}},
     "head_rows": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
     "cross_entropy": {"*": {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}},
+    "sample": {"*": {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}},
 }  # fmt: skip
 
 PRODUCTS: dict[str, tuple[int, float]] = {

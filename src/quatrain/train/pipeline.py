@@ -32,6 +32,7 @@ from quatrain.train.watch import peak_bytes
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.open import ModelSource
+    from quatrain.engine.decoding import DeviceDecoder
     from quatrain.model.decoder import Decoder
 
 Sample: TypeAlias = "Row | tuple[Sequence[int], Sequence[int]]"
@@ -277,14 +278,14 @@ class InstructPipeline:
 
         return tuple(dict.fromkeys((*self.source.eos_token_ids, *end_token_ids(self.tokenizer))))
 
-    def _decoder(self) -> Decoder:
+    def _decoder(self) -> Decoder | DeviceDecoder:
+        if self._layout.static:
+            from quatrain.engine.decoding import DeviceDecoder
+
+            return DeviceDecoder(self.engine)
         from quatrain.model.decoder import Decoder
 
-        if self._layout.device != "cpu":
-            raise ConfigError(
-                "text generation runs on the CPU in this version", hint="open the adapter with --device cpu"
-            )
-        return Decoder(self.engine.params, self._layout.backend)
+        return Decoder(self.engine.params, self._layout.backend, self._layout.generation_room(self.engine.stepped))
 
     # Files.
 
