@@ -49,14 +49,21 @@ def entries(path: Path) -> dict[int, int]:
     return {entry["pid"]: entry["nbytes"] for entry in json.loads(path.read_text())}
 
 
-def test_reserve_again_replaces_and_release_ends(tmp_path: Path) -> None:
+def test_two_runs_of_one_process_each_have_their_own(tmp_path: Path) -> None:
+    """The second is refused what the first holds, and the end of one does not free the other's."""
     ledger = Ledger(tmp_path / "gpu.json", 1000)
-    ledger.release()
-    ledger.reserve(400, "a")
-    ledger.reserve(700, "b")
-    assert entries(ledger.path) == {os.getpid(): 700}
-    ledger.release()
-    assert entries(ledger.path) == {} and ledger.reserved_by_others() == 0
+    first = ledger.reserve(400, "a")
+    second = Ledger(ledger.path, 1000).reserve(500, "b")
+    assert first != second and ledger.reserved() == 900 and ledger.reserved_by_others() == 0
+    with pytest.raises(PlanError, match=rf"process {os.getpid()} 0 MB \(a\), process {os.getpid()} 0 MB \(b\)"):
+        ledger.reserve(101)
+    ledger.release(first)
+    assert entries(ledger.path) == {os.getpid(): 500}
+    ledger.release(first)
+    third = ledger.reserve(500)
+    assert third != second and ledger.reserved() == 1000
+    ledger.release(second), ledger.release(third)
+    assert entries(ledger.path) == {}
 
 
 def test_what_others_hold_is_refused_by_name_and_comes_free_with_their_end(tmp_path: Path) -> None:
@@ -67,7 +74,7 @@ def test_what_others_hold_is_refused_by_name_and_comes_free_with_their_end(tmp_p
     with pytest.raises(PlanError, match=rf"process {other.pid} 0 MB \(child\)"):
         ledger.reserve(301)
     assert entries(ledger.path) == {other.pid: 700}
-    ledger.reserve(300)
+    ledger.release(ledger.reserve(300))
     end(other)
     ledger.reserve(1000)
     assert entries(ledger.path) == {os.getpid(): 1000}

@@ -279,5 +279,3 @@ def _tokens_bucket(tokens: int) -> int:
     """Whole tiles, four sizes to each doubling."""
     grain = max(TILE, 1 << max(0, tokens.bit_length() - 3))
     return -(-tokens // grain) * grain
-
-

@@ -7,8 +7,9 @@ order among pieces of enqueued work; the host waits only where a docstring says 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,14 +86,18 @@ class CudaDevice:
     def __init__(self) -> None:
         self._stream, self._side = (torch.cuda.Stream() for _ in range(2))  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
         caller = torch.cuda.current_stream()
         self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
-            yield
-        caller.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:  # also what follows an exception must not overtake what was enqueued before it
+            caller.wait_stream(self._stream)
 
     def mark(self) -> Wait:
         return self._event().synchronize
@@ -105,13 +110,20 @@ class CudaDevice:
         torch.cuda.synchronize()
         free, _ = torch.cuda.mem_get_info()
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs:  # torch gives up a pool with its last graph and does not take it again
+            self._pool = torch.cuda.graph_pool_handle()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()
         except BaseException:
-            self._abandon(graph)
+            self._end_broken(graph)
             raise
-        graph.capture_end()
+        try:
+            graph.capture_end()
+        except BaseException:
+            self._clear(graph)
+            raise
+        self._graphs.add(graph)
         torch.cuda.synchronize()
         return Replay(graph.replay, max(0, free - torch.cuda.mem_get_info()[0]))
 
@@ -122,15 +134,24 @@ class CudaDevice:
         event.record()
         return event
 
-    @staticmethod
-    def _abandon(graph: torch.cuda.CUDAGraph) -> None:
+    def _end_broken(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a capture that failed; an invalidated one says so when it is ended, which is no news."""
-        try:
+        with torch.cuda.stream(self._side):
+            forked = torch.cuda.is_current_stream_capturing()
+        with suppress(RuntimeError):
+            if forked:  # a copy that nobody has waited for yet: a capture cannot end before it
+                torch.cuda.current_stream().wait_stream(self._side)
+        with suppress(RuntimeError):
             graph.capture_end()
-        except RuntimeError:
-            pass
-        finally:
-            graph.reset()
+        self._clear(graph)
+
+    def _clear(self, graph: torch.cuda.CUDAGraph) -> None:
+        """After a capture that did not become a graph. Where its end failed, torch's allocators were not told and go on
+        asking the graph which memory is its own: they are told now, and the graph stays."""
+        self._broken.append(graph)
+        with suppress(RuntimeError):  # they were told before
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        graph.reset()
 
     def copy_aside(self, to: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
         self._side.wait_stream(torch.cuda.current_stream())

@@ -111,7 +111,7 @@ def choose_layout(
     if device == "cpu":
         return lay_out(spec, config, dtype, backend, memory_budget(config), resident_bytes(), nested, sample_tokens)
     costs, room = measured_costs(), torch.cuda.mem_get_info()[1]
-    budget = config.memory_budget or int(room * CARD_SHARE) - device_ledger().reserved_by_others()
+    budget = config.memory_budget or int(room * CARD_SHARE) - device_ledger().reserved()
     layout = lay_out_on_device(
         DeviceRequest(spec, config, dtype, backend, budget, resident_bytes(), nested, costs, micro_batches)
     )
@@ -150,6 +150,8 @@ def measured_costs() -> DeviceCosts:
     square = torch.ones(64, 64, device="cuda")
     square @ square  # loads cuBLAS
     torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()  # this stream's, which nothing else runs on
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     used = total - free - torch.cuda.memory_reserved() - device_ledger().reserved_by_others()
     hopper = torch.cuda.get_device_capability()[0] >= 9
@@ -161,8 +163,7 @@ def reserve(layout: Layout, owner: object, what: str) -> None:
     other processes hold too much."""
     if layout.device == "cuda":
         ledger = device_ledger()
-        ledger.reserve(layout.plan.total_bytes, what)
-        weakref.finalize(owner, ledger.release)
+        weakref.finalize(owner, ledger.release, ledger.reserve(layout.plan.total_bytes, what))
 
 
 def device_ledger() -> Ledger:

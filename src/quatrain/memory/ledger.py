@@ -20,12 +20,13 @@ from quatrain.errors import PlanError
 
 @dataclass(frozen=True)
 class Entry:
-    """`nbytes` that process `pid`, started at `started` (see `process_start`), has reserved."""
+    """`nbytes` that process `pid`, started at `started` (see `process_start`), has reserved; `number` is its own."""
 
     pid: int
     started: str
     nbytes: int
     what: str
+    number: int = 0
 
 
 class Ledger:
@@ -34,25 +35,32 @@ class Ledger:
     def __init__(self, path: Path, total: int) -> None:
         self.path, self.total = path, total
 
-    def reserve(self, nbytes: int, what: str = "") -> None:
-        """Sets this process's reservation. Raises PlanError, and changes nothing, when the others leave less."""
+    def reserve(self, nbytes: int, what: str = "") -> int:
+        """Adds a reservation of this process; returns its number. Raises PlanError, and changes nothing, when all
+        others leave less."""
         with self._locked() as entries:
-            others = [entry for entry in entries if entry.pid != os.getpid()]
-            taken = sum(entry.nbytes for entry in others)
+            taken = sum(entry.nbytes for entry in entries)
             if taken + nbytes > self.total:
-                holders = ", ".join(f"process {e.pid} {e.nbytes / 1e6:.0f} MB ({e.what})" for e in others)
+                holders = ", ".join(f"process {e.pid} {e.nbytes / 1e6:.0f} MB ({e.what})" for e in entries)
                 raise PlanError(
                     f"the run needs {nbytes / 1e6:.0f} MB of the GPU and {(self.total - taken) / 1e6:.0f} of its "
                     f"{self.total / 1e6:.0f} MB are not reserved; {holders or 'no other process holds any'}",
                     hint="wait until one of them is done, or give --memory-budget what is left",
                 )
             pid = os.getpid()
-            self._write([*others, Entry(pid, process_start(pid), nbytes, what)])
+            number = 1 + max((entry.number for entry in entries if entry.pid == pid), default=0)
+            self._write([*entries, Entry(pid, process_start(pid), nbytes, what, number)])
+            return number
 
-    def release(self) -> None:
-        """Ends this process's reservation, if it has one."""
+    def release(self, number: int) -> None:
+        """Ends a reservation of this process."""
         with self._locked() as entries:
-            self._write([entry for entry in entries if entry.pid != os.getpid()])
+            self._write([entry for entry in entries if (entry.pid, entry.number) != (os.getpid(), number)])
+
+    def reserved(self) -> int:
+        """Bytes that living processes have reserved, this one included."""
+        with self._locked() as entries:
+            return sum(entry.nbytes for entry in entries)
 
     def reserved_by_others(self) -> int:
         """Bytes that other living processes have reserved."""
