@@ -73,7 +73,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now[-1].name == "side")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100, 200))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 40, 1 << 41))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: log.append("end of allocations"), raising=False)
@@ -136,3 +137,20 @@ def test_a_pool_lives_as_long_as_its_graphs(log: Log) -> None:
     assert pool_of(third) == kept
     del second, third
     assert pool_of(device.capture(lambda: None)) != kept
+
+
+@pytest.mark.parametrize(("torch_took", "went", "counts"), [(2, 5, 5), (2, 1, 2), (0, -7, 0), (3, 900, 3 + 64)])
+def test_what_another_process_takes_meanwhile_counts_little(
+    log: Log, monkeypatch: pytest.MonkeyPatch, torch_took: int, went: int, counts: int
+) -> None:
+    """In MB: of torch's pool, and of all memory of the GPU, which others use too."""
+    taken = iter([(0, 0), (went, torch_took)])
+    now = [(0, 0)]
+
+    def free() -> tuple[int, int]:
+        now[0] = next(taken)
+        return (1000 - now[0][0]) << 20, 2000 << 20
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: now[0][1] << 20)
+    assert CudaDevice().capture(lambda: None).nbytes == counts << 20

@@ -19,6 +19,10 @@ from quatrain.errors import KernelError
 
 Wait = Callable[[], None]
 
+MOST_OUTSIDE = 64 << 20
+"""Of the memory that went while a step was captured, what counts as the graph's at most: on a shared GPU some of it is
+another process's."""
+
 
 @dataclass(frozen=True)
 class Replay:
@@ -108,7 +112,7 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> Replay:
         gc.collect()  # a tensor that is freed during the capture would invalidate it
         torch.cuda.synchronize()
-        free, _ = torch.cuda.mem_get_info()
+        before = _free_and_reserved()
         graph = torch.cuda.CUDAGraph()
         if not self._graphs:  # torch gives up a pool with its last graph and does not take it again
             self._pool = torch.cuda.graph_pool_handle()
@@ -125,7 +129,8 @@ class CudaDevice:
             raise
         self._graphs.add(graph)
         torch.cuda.synchronize()
-        return Replay(graph.replay, max(0, free - torch.cuda.mem_get_info()[0]))
+        free, reserved = (b - a for a, b in zip(before, _free_and_reserved(), strict=True))
+        return Replay(graph.replay, reserved + min(MOST_OUTSIDE, max(0, -free - reserved)))
 
     @staticmethod
     def _event() -> torch.cuda.Event:
@@ -161,3 +166,8 @@ class CudaDevice:
 
     def wait(self, handle: torch.cuda.Event) -> None:
         torch.cuda.current_stream().wait_event(handle)
+
+
+def _free_and_reserved() -> tuple[int, int]:
+    """Bytes that the GPU has left, and bytes that torch holds of it."""
+    return torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()

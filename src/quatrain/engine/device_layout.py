@@ -153,8 +153,8 @@ def _plan(r: DeviceRequest, first_kept: int, offloaded: int, chunk: int) -> Memo
         Held("process", "python and libraries", r.baseline),
         *on_host,
         saved_file,
-        Held("pinned", "input staging", sum(slot.nbytes for slot in (*inputs, *embedded))),
-        *([Held("pinned", "block inputs", (offloaded - RING) * tokens * row)] if offloaded else []),
+        Held("pinned", "input staging", sum(_pinned(slot.nbytes) for slot in (*inputs, *embedded))),
+        *([Held("pinned", "block inputs", (offloaded - RING) * _pinned(tokens * row))] if offloaded else []),
     ]
     slots = [
         *inputs,
@@ -166,6 +166,11 @@ def _plan(r: DeviceRequest, first_kept: int, offloaded: int, chunk: int) -> Memo
         *(slot for layer in range(first_kept, spec.num_layers) for slot in _kept_slots(r, layer)),
     ]
     return MemoryPlan(tuple(slots), tuple(held), tuple(host))
+
+
+def _pinned(nbytes: int) -> int:
+    """What torch takes for a pinned tensor: the next power of two."""
+    return 1 << (nbytes - 1).bit_length()
 
 
 def _embedded_slots(r: DeviceRequest) -> list[Slot]:
