@@ -20,11 +20,12 @@ import torch
 from quatrain.bench.cases import Case, Kernels, World, cases
 from quatrain.bench.kernels import relative_errors, run_both
 from quatrain.bench.shapes import RandomWeights
-from quatrain.config import InstructConfig
+from quatrain.config import GenerateConfig, InstructConfig
 from quatrain.data.row import IGNORE
 from quatrain.data.row import Row as TokenRow
 from quatrain.engine.device_layout import DeviceCosts, DeviceRequest, lay_out_on_device
 from quatrain.engine.setup import choose_layout, resolve_compute_dtype
+from quatrain.model.decoder import Decoder
 from quatrain.model.shapes import shape_spec
 from quatrain.model.spec import ModelSpec, RopeSpec
 from quatrain.ops.attention import RowBounds
@@ -295,6 +296,52 @@ def changing_steps(where: Where, spec: ModelSpec) -> Iterator[list[list[TokenRow
         yield [token_rows(spec, lengths[at:], seed=10 * step + at) for at in range(1 + step // 2 % 2)]
 
 
+def decoding(where: Where) -> Iterator[Row]:
+    for shape, spec in where.specs.items():
+        for dtype in where.dtypes if where.cuda else ("fp32",):
+            look = partial(generated, where, spec, dtype)
+            check = "greedy tokens the CPU would take; captured and not: equal, no host synchronisation"
+            yield looked_at(check, look, shape=shape, dtype=dtype)
+
+
+def generated(where: Where, spec: ModelSpec, dtype: str) -> Row:
+    """`error`: how far a chosen token's logit is below the best one, on the CPU in fp32 after the same tokens, of the
+    distance between the best and the worst logit."""
+    count, tokens, report = 48 if where.cuda else 3, [], {}
+    prompts = [list(row.input_ids) for row in token_rows(spec, [40, 7, 100] if where.cuda else [9, 3], seed=1)]
+    for mode in ("on" if where.cuda else "auto", "off"):
+        pipeline = where.open(spec, compute_dtype=dtype, cuda_graph=mode)
+        both = [GenerateConfig(max_new_tokens=count, temperature=t, top_k=50, top_p=0.9) for t in (0.0, 0.8)]
+        pipeline.generate_ids(prompts, both[0])  # compiles and captures
+        tokens.append(with_errors_on_sync(where, lambda p=pipeline, b=both: [p.generate_ids(prompts, c) for c in b]))
+        report = report or pipeline.graph_report()
+    exact_config = settings(compute_dtype="fp32", kernels="reference")
+    exact = with_adapters(
+        InstructPipeline(RandomWeights("cut", spec), exact_config, choose_layout(spec, exact_config))
+    )  # fmt: skip
+    gaps = []
+    decoder = Decoder(exact.engine.params, exact.layout.backend)
+    for prompt, ids in zip(prompts, tokens[0][0], strict=True):
+        logits = decoder.start([prompt], len(prompt) + count)
+        for token in ids:
+            best, worst = float(logits.max()), float(logits.min())
+            gaps.append((best - float(logits[0, token])) / (best - worst))
+            logits = decoder.step([token])
+    bound, same = GRADIENT_BOUNDS[dtype], tokens[0] == tokens[1]
+    right = same and max(gaps) <= bound and (report["replays"] > 0 or not where.cuda)
+    return {"ok": right, "error": max(gaps), "bound": bound, "equal": same, "replays": report["replays"]}
+
+
+def with_errors_on_sync(where: Where, look: Callable[[], Any]) -> Any:
+    if not where.cuda:
+        return look()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return look()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def sync(where: Where) -> Iterator[Row]:
     if not where.cuda:
         yield {"check": "no host synchronisation inside a step", "ok": None, "message": "needs a GPU"}
@@ -310,9 +357,5 @@ def without_sync(where: Where, mode: str) -> Row:
     steps = [[token_rows(spec, [100, 30 + step], seed=step)] for step in range(6)]
     for step in steps[:3]:  # compiles, captures, replays
         pipeline.train_micro_batches(step)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        started = [pipeline.start_step(step) for step in steps[3:]]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    started = with_errors_on_sync(where, lambda: [pipeline.start_step(step) for step in steps[3:]])
     return {"ok": True, "last_loss": started[-1].result().loss}

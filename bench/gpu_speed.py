@@ -23,6 +23,7 @@ from gpu_sections import DTYPES, Row, Where, looked_at
 
 from quatrain.bench.steps import Request, measure_apart
 from quatrain.bench.steps import row as step_row
+from quatrain.config import GenerateConfig
 from quatrain.model.shapes import num_parameters, shape_spec
 from quatrain.profile.limits import Limits, best_rate
 
@@ -31,6 +32,8 @@ TARGETS = {"qwen3-0.6b": 36_000, "qwen3-1.7b": 36_000, "qwen3-4b": 18_000, "qwen
 """Tokens a second that an H200 should reach."""
 TOKENS, ROW = 4096, 2048
 PLAN_BOUND = 0.03
+DECODED = SHAPES[:2]
+"""Shapes whose decoding is measured too."""
 
 
 def memory(where: Where) -> Iterator[Row]:
@@ -78,6 +81,8 @@ def speed(where: Where) -> Iterator[Row]:
         for side in ("peft", "unsloth"):
             found = looked_at(side, partial(their_speed, where, side, shape), shape=shape)
             yield {**found, "ok": None}  # a side that fails is no fault of ours
+        if shape in DECODED or not where.cuda:
+            yield looked_at("decoding", partial(apart, partial(decoding_speed, shape=shape), where), shape=shape)
         seconds, before = time.monotonic() - start, shape
 
 
@@ -108,6 +113,23 @@ def our_speed(where: Where, shape: str, mode: str, limits: Limits) -> Row:
         return {"ok": False, "message": measured["error"]}
     target = {"h200_target": TARGETS[shape]} if shape in TARGETS else {}
     return {"ok": True, **step_row(measured, limits), **target}
+
+
+def decoding_speed(where: Where, shape: str) -> Row:
+    """Greedy tokens a second of one row and of eight, behind prompts of 64 tokens."""
+    count, length = (128, 64) if where.cuda else (2, 4)
+    pipeline = where.open(
+        shape_spec(shape), max_seq_len=256, micro_batch_tokens=2048 if where.cuda else 256, lora_rank=16
+    )
+    found: Row = {"ok": True}
+    for rows in (1, 8):
+        prompts = [list(range(1, 1 + length))] * rows
+        for new in (8, count):  # the first time compiles and captures
+            start = time.perf_counter()
+            pipeline.generate_ids(prompts, GenerateConfig(max_new_tokens=new))
+            seconds = time.perf_counter() - start
+        found[f"tokens_per_second_{rows}"] = rows * count / seconds
+    return found
 
 
 def their_speed(where: Where, side: str, shape: str) -> Row:

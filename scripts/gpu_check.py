@@ -11,6 +11,8 @@ The sections, each in a process of its own, so that one that crashes or hangs le
     kernels      every Triton kernel against the reference op on the CPU, per dtype, every way to multiply by a weight
     gradients    loss and gradients of small models against the CPU in fp32
     graphs       20 steps captured and not captured, with changing lr, lengths and accumulation: equal bits
+    decoding     greedy tokens against the CPU; captured and not: equal tokens, greedy and sampled, and no host
+                 synchronisation
     sync         no host synchronisation inside a step
     memory       the memory taken against the plan
     speed        tokens/s and memory of Qwen3 shapes with random weights, beside PEFT + bitsandbytes and Unsloth
@@ -36,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TOGETHER = ("environment", "kernels_bf16", "kernels_fp16", "kernels_fp32", "gradients", "graphs", "sync")
+TOGETHER = ("environment", "kernels_bf16", "kernels_fp16", "kernels_fp32", "gradients", "graphs", "decoding", "sync")
 ALONE = ("memory", "speed", "sanitizer")
 """Nothing else may run beside these."""
 NEAR_END = 5
