@@ -21,6 +21,7 @@ from quatrain.engine.device_layout import DeviceCosts, DeviceRequest, lay_out_on
 from quatrain.engine.setup import resolve_compute_dtype
 from quatrain.engine.step import StepEngine
 from quatrain.ops.attention import RowBounds
+from quatrain.ops.head_loss import HeadTiles
 from quatrain.ops.select import Backend, Ops, reference_ops, select_backend
 from quatrain.train.pipeline import InstructPipeline
 
@@ -117,6 +118,8 @@ def row_bounded(ops: Ops) -> Ops:
             tensor[cu_seqlens[-1] :] = 0
 
     def head_loss(losses: Any, dhidden: Any, hidden: Any, rows: Any, targets: Any, head: Any, logits: Any) -> None:
+        if isinstance(head, HeadTiles):
+            head = torch.cat([tile.clone() for _, tile in head.tiles()])
         n = int((targets >= 0).sum())
         assert bool((targets[n:] == -1).all())
         losses[n:] = 0
@@ -148,6 +151,7 @@ def open_on_tape(
     backend: Backend | None = None,
     input_sets: int = 1,
     budget: int = 1 << 40,
+    head_on_host: bool = False,
     **options: Any,
 ) -> InstructPipeline:
     """A pipeline whose engine is laid out as on a GPU, on the tape; its adapters set to random values (B not zero)."""
@@ -157,7 +161,7 @@ def open_on_tape(
     dtype = resolve_compute_dtype(config)
     request = DeviceRequest(
         source.spec, config, dtype, backend or backend_of(tape), budget, 0, config.double_quant,
-        DeviceCosts(graphs=4 * GRAPH_BYTES), input_sets,
+        DeviceCosts(graphs=4 * GRAPH_BYTES), input_sets, head_on_host,
     )  # fmt: skip
     layout = replace(lay_out_on_device(request), device="cpu")
     pipeline = InstructPipeline(source, config, layout)

@@ -46,6 +46,7 @@ CASES = {
         "budget": 5 * GIB,
         "train_norms": True,
     },  # accumulation, some blocks kept
+    "qwen3-4b": {"layers": 12, "head_on_host": True},  # a tied head
     "qwen2.5-1.5b": {"layers": 8, "compute_dtype": "fp16", "clip": "layer", "checkpoint": "none"},
 }
 
@@ -154,7 +155,7 @@ def fake_cuda() -> Iterator[None]:
         yield
 
 
-def fake_params(spec: ModelSpec, dtype: torch.dtype, embed_device: str) -> ModelParams:
+def fake_params(spec: ModelSpec, dtype: torch.dtype, embed_device: str, head_device: str) -> ModelParams:
     def empty(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cuda") -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -170,7 +171,9 @@ def fake_params(spec: ModelSpec, dtype: torch.dtype, embed_device: str) -> Model
         for _ in range(spec.num_layers)
     ]
     embed = empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=embed_device)
-    head = embed if spec.tie_word_embeddings else empty(spec.vocab_size, spec.hidden_size, dtype=dtype)
+    head = embed
+    if not spec.tie_word_embeddings:
+        head = empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=head_device)
     return ModelParams(spec, embed, blocks, empty(spec.hidden_size), head)
 
 
@@ -180,7 +183,7 @@ class World:
     def __init__(self, name: str, case: dict[str, Any], make_backend: Callable[..., Backend] | None = None) -> None:
         options = dict(case)
         budget, sets = int(options.pop("budget", 80 * GIB)), options.pop("input_sets", 1)
-        spec = shape_spec(name)
+        spec, streamed = shape_spec(name), options.pop("head_on_host", False)
         layers = options.pop("layers", spec.num_layers)
         spec = replace(spec, num_layers=layers, windows=spec.windows[:layers])
         config = InstructConfig(**{"micro_batch_tokens": 4096, "max_seq_len": 2048, **options})
@@ -188,9 +191,11 @@ class World:
         self.now: Launches | None = None
         backend = make_backend(dtype, lambda: self.now) if make_backend else stand_in(lambda: self.now)
         self.layout = lay_out_on_device(
-            DeviceRequest(spec, config, dtype, backend, budget, 0, True, DeviceCosts(), sets)
+            DeviceRequest(spec, config, dtype, backend, budget, 0, True, DeviceCosts(), sets, streamed)
         )
-        params = fake_params(spec, dtype, "cpu" if self.layout.embed_on_host else "cuda")
+        params = fake_params(
+            spec, dtype, *("cpu" if here else "cuda" for here in (self.layout.embed_on_host, self.layout.head_tile))
+        )
         self.adapters = AdapterSet(spec, config, dtype, "cuda")
         self.adapters.attach(params)
         self.engine = StepEngine(params, self.adapters, config, self.layout, backend, Profiler(), FakeCuda())
@@ -255,7 +260,8 @@ def test_every_step_of_a_bucket_launches_the_same(name: str) -> None:
     assert ops.count("head_loss") == sets and ops.count("adamw_step") >= 1
     # Only block inputs leave for the host, each once; the last three are still on the device when they are needed.
     assert ops.count("to host") == sets * max(0, world.layout.offloaded - 3)
-    assert (world.layout.offloaded > 0, world.layout.embed_on_host) == (name == "qwen3-8b", "8b" in name)
+    assert (world.layout.embed_on_host, world.layout.head_tile > 0) == (name[-2:] in ("8b", "4b"), name == "qwen3-4b")
+    assert (world.layout.offloaded > 0) == (name == "qwen3-8b")
     assert (0 < world.layout.first_kept < layers) == (name == "llama-3.1-8b")
 
 

@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from quatrain.engine.device import Wait
-from quatrain.engine.device_layout import TILE
+from quatrain.engine.device_layout import TILE, head_slots
 from quatrain.engine.graphs import StepKey
+from quatrain.engine.streamed_head import streamed_head
 from quatrain.errors import ConfigError, KernelError
 from quatrain.memory.arena import bytes_of
 from quatrain.memory.plan import Slot
@@ -63,7 +64,7 @@ class DeviceDecoder:
         self._engine, self.params, self._backend = engine, engine.params, engine.layout.backend
         self._spec, self._dtype = engine.params.spec, engine.layout.compute_dtype
         self._device = engine.device
-        self._embed_on_host = engine.layout.embed_on_host
+        self._embed_on_host, self._head_tile = engine.layout.embed_on_host, engine.layout.head_tile
         self._host = torch.empty((2, MOST_ROWS), dtype=torch.int64, pin_memory=self._device.pinned)
 
     def holds(self, lengths: Sequence[int], slots: int) -> bool:
@@ -184,8 +185,13 @@ class DeviceDecoder:
 
     def _choose(self, ops: Ops, final: torch.Tensor) -> None:
         """ids [B] = the next tokens from the final norm's output [B, H]."""
-        arena = self._arena
-        ops.linear_lora_forward([arena["logits"]], [None], final, [Linear(self.params.head)], None)
+        arena, logits = self._arena, self._arena["logits"]
+        if self._head_tile:
+            tiles = [arena[f"head tile.{i}"] for i in range(2)]
+            for first, tile in streamed_head(self.params.head, tiles, self._device).tiles():
+                torch.mm(final, tile.T, out=logits[:, first : first + len(tile)])
+        else:
+            ops.linear_lora_forward([logits], [None], final, [Linear(self.params.head)], None)
         ops.sample_tokens(arena["ids"], arena["logits"], arena["draws"], arena["lengths"], arena["sampling"])
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -248,6 +254,7 @@ class DeviceDecoder:
             Slot("generation", "frequencies", (self._spec.rope.rotary_dim // 2,), wide),
             Slot("generation", "logits", (rows, self._spec.vocab_size), self._dtype),
             Slot("generation", "last", (rows, self._spec.hidden_size), self._dtype),
+            *head_slots(self._head_tile, self._spec.hidden_size, self._dtype),
             *forward_slots(self.params, rows, self._backend.decode_scratch_bytes(sizes)),
             *cache_slots(self.params, rows, slots),
             *[Slot("generation", f"{PROMPT}{name}", (tokens,), torch.int64) for name in ("ids", "positions")],

@@ -3,8 +3,9 @@ a step), slots that share memory where they are never alive together, and choice
 until the plan fits.
 
 In the order in which they are tried: fewer rows of the head at a time; the inputs of blocks, from the first block on,
-wait in pinned host memory for their backward. An embedding of its own (not tied to the head) is always on the host: a
-step needs a few of its rows, which cross the bus while the step before is running.
+wait in pinned host memory for their backward; the output head stays there too and is read tile by tile. An embedding of
+its own (not tied to the head) is always on the host: a step needs a few of its rows, which cross the bus while the step
+before is running.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ CARDS = (8, 12, 16, 24, 32, 48, 80, 96, 141, 192)
 """Usual sizes of GPU memory in GiB, for plans without a device."""
 CARD_SHARE = 0.95
 """Of a card's memory, what a run can count on: the driver and the display keep some."""
+
+HEAD_TILE_BYTES = 64 << 20
+"""Of a tile of a head on the host; two are on the device."""
 
 TILE = 128
 """Tokens of a micro-batch come in multiples of this."""
@@ -59,6 +63,7 @@ class DeviceRequest:
     nf4_nested: bool | None
     costs: DeviceCosts
     input_sets: int = 1
+    head_on_host: bool = False
 
     @property
     def tokens(self) -> int:
@@ -71,7 +76,13 @@ class DeviceRequest:
 
     @property
     def embed_on_host(self) -> bool:
-        return not self.spec.tie_word_embeddings
+        return self.head_on_host or not self.spec.tie_word_embeddings
+
+    @property
+    def head_tile(self) -> int:
+        """Rows of the head that are read at a time from the host; 0 where it is on the device."""
+        row = self.spec.hidden_size * self.compute_dtype.itemsize
+        return min(self.spec.vocab_size, max(1, HEAD_TILE_BYTES // row)) if self.head_on_host else 0
 
 
 def lay_out_on_smallest_card(request: Callable[[int], DeviceRequest]) -> Layout:
@@ -95,24 +106,28 @@ def lay_out_on_device(request: DeviceRequest) -> Layout:
     top = r.spec.num_layers
     asked = min(r.tokens, r.backend.head_chunk(r.spec.hidden_size, r.spec.vocab_size))
     least_kept = 0 if r.config.checkpoint == "none" else top
-    chunk, offloaded, choices = asked, 0, []
-    if r.embed_on_host:
-        choices.append("the embedding stays on the host: a step uploads the rows it needs")
+    chunk, offloaded = asked, 0
 
-    def over(chunk: int, offloaded: int) -> int:
-        return _plan(r, least_kept, offloaded, chunk).total_bytes - r.budget
+    def fits(r: DeviceRequest, chunk: int, offloaded: int) -> bool:
+        return _plan(r, least_kept, offloaded, chunk).total_bytes <= r.budget
 
-    if over(chunk, 0) > 0:
+    def fewest(r: DeviceRequest, chunk: int) -> int:
+        """The fewest block inputs that have to leave."""
+        if least_kept < top or fits(r, chunk, 0):
+            return 0
+        return next((n for n in range(RING + 1, top + 1) if fits(r, chunk, n)), top)
+
+    if not fits(r, chunk, 0):
         chunk = _chunk_in_workspace(r, asked)
-        if chunk < asked:
-            choices.append(f"the head works on {chunk} rows at a time instead of {asked}, inside the workspace")
-    if over(chunk, 0) > 0 and least_kept == top:
-        offloaded = next((n for n in range(RING + 1, top + 1) if over(chunk, n) <= 0), top)
-        choices.append(f"the inputs of {offloaded} of {top} blocks wait on the host for their backward")
+        offloaded = fewest(r, chunk)
+    streaming = replace(r, head_on_host=True)
+    if not fits(r, chunk, offloaded) and 2 * streaming.head_tile < r.spec.vocab_size:
+        r, offloaded = streaming, fewest(streaming, chunk)
+    choices = _told(r, asked, chunk, offloaded)
     _plan(r, least_kept, offloaded, chunk).require(r.budget)
     first_kept = least_kept
     if r.config.checkpoint == "auto" and not offloaded:
-        room = -over(chunk, 0)
+        room = r.budget - _plan(r, least_kept, 0, chunk).total_bytes
         first_kept = choose_kept(r.config, [sum(s.nbytes for s in _kept_slots(r, layer)) for layer in range(top)], room)
         if first_kept == 0:
             choices.append("every block keeps its intermediates, none is recomputed")
@@ -123,26 +138,47 @@ def lay_out_on_device(request: DeviceRequest) -> Layout:
     plan = _plan(r, first_kept, offloaded, chunk)
     return Layout(
         r.tokens, first_kept, chunk, r.compute_dtype, r.backend, plan, device="cuda", static=True,
-        input_sets=r.input_sets, offloaded=offloaded, embed_on_host=r.embed_on_host, graph_bytes=r.costs.graphs,
-        choices=tuple(choices),
+        input_sets=r.input_sets, offloaded=offloaded, embed_on_host=r.embed_on_host, head_tile=r.head_tile,
+        graph_bytes=r.costs.graphs, choices=tuple(choices),
     )  # fmt: skip
+
+
+def _told(r: DeviceRequest, asked: int, chunk: int, offloaded: int) -> list[str]:
+    """The choices so far, a line each."""
+    told = []
+    if r.head_on_host:
+        told.append(
+            "the output head stays on the host: every pass over it, two for each chunk of rows and one for each "
+            f"generated token, copies it in tiles of {r.head_tile} rows"
+        )
+    if r.embed_on_host:
+        told.append("the embedding stays on the host: a step uploads the rows it needs")
+    if chunk < asked:
+        told.append(f"the head works on {chunk} rows at a time instead of {asked}, inside the workspace")
+    if offloaded:
+        told.append(f"the inputs of {offloaded} of {r.spec.num_layers} blocks wait on the host for their backward")
+    return told
 
 
 def _plan(r: DeviceRequest, first_kept: int, offloaded: int, chunk: int) -> MemoryPlan:
     spec, tokens = r.spec, r.tokens
     weights = weights_held(spec, r.compute_dtype, r.wide, r.nf4_nested)
     *adapters, saved_file = adapters_held(spec, r.config, r.compute_dtype, r.wide)
-    on_host = [entry for entry in weights if entry.name == "embedding" and r.embed_on_host]
+    heads = ("embedding" if spec.tie_word_embeddings else "output head",) if r.head_on_host else ()
+    pinned = [Held("pinned", entry.name, _pinned(entry.nbytes)) for entry in weights if entry.name in heads]
+    left = [entry for entry in weights if entry.name == "embedding" and r.embed_on_host and entry.name not in heads]
+    weights = [entry for entry in weights if entry.name not in heads and entry not in left]
     sizes = op_sizes(
         spec, tokens=tokens, longest_row=min(r.config.max_seq_len, tokens), rank=r.config.lora_rank,
         quantised=r.nf4_nested is not None, dropout=r.config.lora_dropout > 0, head_chunk=chunk, dtype=r.compute_dtype,
     )  # fmt: skip
+    sizes = replace(sizes, head_tiled=r.head_on_host)
     source = "measured" if r.costs.measured else "typical"
     held = [
         Held("device", f"CUDA context and kernels ({source})", r.costs.context),
         Held("device", "cuBLAS workspace", r.costs.cublas),
         *([Held("device", "captured graphs", r.costs.graphs)] if r.config.cuda_graph != "off" else []),
-        *(entry for entry in weights if entry not in on_host),
+        *weights,
         *adapters,
         Held("temporaries", "largest op", r.backend.temporary_bytes(sizes)),
     ]
@@ -151,7 +187,8 @@ def _plan(r: DeviceRequest, first_kept: int, offloaded: int, chunk: int) -> Memo
     embedded = _embedded_slots(r)
     host = [
         Held("process", "python and libraries", r.baseline),
-        *on_host,
+        *left,
+        *pinned,
         saved_file,
         Held("pinned", "input staging", sum(_pinned(slot.nbytes) for slot in (*inputs, *embedded))),
         *([Held("pinned", "block inputs", (offloaded - RING) * _pinned(tokens * row))] if offloaded else []),
@@ -162,10 +199,16 @@ def _plan(r: DeviceRequest, first_kept: int, offloaded: int, chunk: int) -> Memo
         *stream_slots(tokens, spec.rope.rotary_dim // 2, r.wide),
         *_hidden_slots(r, offloaded),
         *_shared_slots(r, chunk),
+        *head_slots(r.head_tile, spec.hidden_size, r.compute_dtype),
         Slot("scratch", "op scratch", (r.backend.scratch_bytes(sizes),), torch.uint8),
         *(slot for layer in range(first_kept, spec.num_layers) for slot in _kept_slots(r, layer)),
     ]
     return MemoryPlan(tuple(slots), tuple(held), tuple(host))
+
+
+def head_slots(rows: int, hidden: int, dtype: torch.dtype) -> list[Slot]:
+    """Where the tiles of a head on the host arrive; none for 0 rows."""
+    return [Slot("head tiles", f"head tile.{i}", (rows, hidden), dtype) for i in range(2)] if rows else []
 
 
 def _pinned(nbytes: int) -> int:

@@ -29,7 +29,8 @@ class Layout:
     `static`: a step's shapes are those of its bucket and its tail is inert, so that a captured step can be replayed.
     `input_sets` micro-batches can be loaded at once; `graph_bytes` are for captured steps. The inputs of the first
     `offloaded` blocks wait on the host for their backward, and with `embed_on_host` the embedding's rows are gathered
-    there. `choices` says what was chosen to fit, and why."""
+    there. A head on the host is read in tiles of `head_tile` rows (0: it is on the device). `choices` says what was
+    chosen to fit, and why."""
 
     tokens: int
     first_kept: int
@@ -42,6 +43,7 @@ class Layout:
     input_sets: int = 1
     offloaded: int = 0
     embed_on_host: bool = False
+    head_tile: int = 0
     graph_bytes: int = 0
     budget: int | None = None
     choices: tuple[str, ...] = ()

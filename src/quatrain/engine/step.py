@@ -24,6 +24,7 @@ from quatrain.engine.inputs import Batch, Bucket, Inputs, Loaded, bucket_for, pa
 from quatrain.engine.layout import Layout
 from quatrain.engine.offload import Offload
 from quatrain.engine.outcomes import Outcomes, Pending
+from quatrain.engine.streamed_head import streamed_head
 from quatrain.memory.arena import Arena
 from quatrain.memory.plan import Slot
 from quatrain.model.adapters import AdapterSet
@@ -64,6 +65,8 @@ class StepEngine:
         self.outcomes = Outcomes(self.state, self.device)
         self._num_layers = params.spec.num_layers
         ring = [self.arena[f"ring.{i}"] for i in range(RING)] if layout.offloaded else []
+        tiles = [self.arena[f"head tile.{i}"] for i in range(2)] if layout.head_tile else []
+        self._head = streamed_head(params.head, tiles, self.device) if tiles else params.head
         self._offload = Offload(ring, layout.offloaded, self.device) if ring else None
         self.inputs = Inputs(
             self.arena, self.device, static=layout.static, embed=params.embed if layout.embed_on_host else None,
@@ -317,7 +320,7 @@ class StepEngine:
         losses = arena["losses"][: loaded.targets.shape[0]]
         with self.profiler.part("head and loss"):
             self.ops.head_loss(
-                losses, d_final, arena["final"][:n], loaded.loss_rows, loaded.targets, self.params.head, arena["logits"]
+                losses, d_final, arena["final"][:n], loaded.loss_rows, loaded.targets, self._head, arena["logits"]
             )
         return losses
 

@@ -36,8 +36,9 @@ class ModelParams:
     head: torch.Tensor
 
 
-def params_on(device: str, params: ModelParams, *, embed_stays: bool) -> ModelParams:
-    """The weights on another device; with `embed_stays` all but the embedding. Call it before adapters are attached."""
+def params_on(device: str, params: ModelParams, *, embed_stays: bool, head_stays: bool) -> ModelParams:
+    """The weights on another device; with `embed_stays` all but the embedding, and with `head_stays`, for which it
+    must, all but the head, which is then in pinned memory. Call it before adapters are attached."""
 
     def moved(value: Any) -> Any:
         if hasattr(value, "to"):
@@ -48,7 +49,8 @@ def params_on(device: str, params: ModelParams, *, embed_stays: bool) -> ModelPa
             return replace(value, **{field.name: moved(getattr(value, field.name)) for field in fields(value)})
         return value
 
-    head = moved(params.head)
-    embed = params.embed if embed_stays else head if params.head is params.embed else moved(params.embed)
+    tied = params.head is params.embed
+    head = params.head.pin_memory() if head_stays else moved(params.head)
+    embed = head if tied and embed_stays == head_stays else params.embed if embed_stays else moved(params.embed)
     blocks = [moved(block) for block in params.blocks]
     return ModelParams(params.spec, embed, blocks, moved(params.final_norm), head)

@@ -59,7 +59,7 @@ class Ops:
 @dataclass(frozen=True)
 class Sizes:
     """The largest sizes an op will be called with. `groups` are the linears that share an input: (in_features,
-    (out_features, ...)); `rank` is the widest adapter's."""
+    (out_features, ...)); `rank` is the widest adapter's; `head_tiled`: the head comes as `HeadTiles`."""
 
     tokens: int
     longest_row: int
@@ -76,6 +76,7 @@ class Sizes:
     head_chunk: int
     dtype: torch.dtype
     wide: torch.dtype
+    head_tiled: bool = False
 
 
 @dataclass(frozen=True)

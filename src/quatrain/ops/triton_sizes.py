@@ -89,9 +89,13 @@ def cached_attention_parts(rows: int, heads: int, slots: int, head_dim: int) -> 
     return [((rows, heads, parts, *last), torch.float32) for last in ((head_dim,), (), ())]
 
 
-def head_rows(rows: int, hidden: int, dtype: torch.dtype) -> Part:
-    """The hidden states of a chunk of supervised rows, and then their gradient."""
-    return (rows, hidden), dtype
+def head_parts(rows: int, hidden: int, dtype: torch.dtype, *, tiled: bool) -> list[Part]:
+    """The hidden states of a chunk of supervised rows, and then their gradient; for a head in tiles the product with
+    one, and the sum of all."""
+    import torch
+
+    shape = (rows, hidden)
+    return [(shape, dtype), *([(shape, dtype), (shape, torch.float32)] if tiled else [])]
 
 
 def scratch_bytes(sizes: Sizes, *, weight: bool = True) -> int:
@@ -107,7 +111,7 @@ def scratch_bytes(sizes: Sizes, *, weight: bool = True) -> int:
     needs.append(carved_bytes(norm_partials(max(sizes.hidden, sizes.head_dim))))
     needs.append(carved_bytes(squares_partials()))
     chunk = sizes.head_chunk * sizes.wide.itemsize // sizes.dtype.itemsize
-    needs.append(carved_bytes(head_rows(chunk, sizes.hidden, sizes.dtype)))
+    needs.append(carved_bytes(*head_parts(chunk, sizes.hidden, sizes.dtype, tiled=sizes.head_tiled)))
     return max(needs)
 
 

@@ -60,7 +60,7 @@ class InstructPipeline:
         device = engine_device(layout.device)
         reserve(layout, self, source.name)
         if layout.device != "cpu":
-            params = params_on(layout.device, params, embed_stays=layout.embed_on_host)
+            params = params_on(layout.device, params, embed_stays=layout.embed_on_host, head_stays=layout.head_tile > 0)
         self.adapters = AdapterSet(self.spec, config, layout.compute_dtype, layout.device)
         self.adapters.attach(params)
         self.adapters.initialise(config.seed)

@@ -9,3 +9,21 @@ This is the gradient of the SUM of the losses: dividing by the token count of th
 where the gradient is clipped. The head is frozen, so W gets no gradient. `losses` and `dhidden` are `=`. `rows` are
 distinct.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class HeadTiles:
+    """A head [V, H] that is never on the device as a whole: `tiles` gives (number of the first row, tile [n, H]) in
+    order, each valid until the next is asked for. The gradient is then a sum over tiles, in fp32. On CUDA only."""
+
+    shape: tuple[int, int]
+    tiles: Callable[[], Iterator[tuple[int, torch.Tensor]]]

@@ -7,14 +7,17 @@ of rows up to its capacity, has target -1 and any row number. Its loss is 0, and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import triton
 import triton.language as tl
 
+from quatrain.ops.head_loss import HeadTiles
 from quatrain.ops.rows import row_chunks
 from quatrain.ops.triton_configs import Case, config, config_for
 from quatrain.ops.triton_runtime import carve, contiguous
-from quatrain.ops.triton_sizes import head_rows
+from quatrain.ops.triton_sizes import head_parts
 
 LOWEST = tl.constexpr(-3.0e38)
 
@@ -25,17 +28,19 @@ def head_loss(
     hidden: torch.Tensor,
     rows: torch.Tensor,
     targets: torch.Tensor,
-    head: torch.Tensor,
+    head: torch.Tensor | HeadTiles,
     logits: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
     """losses fp32 [R] =, dhidden [T, H] = (None: losses only), from hidden [T, H], rows, targets [R] int64 and head
     [V, H]. `logits` fp32 [c, V] is scratch: its bytes hold a chunk of logits in hidden's dtype, so a chunk of 2c rows
-    where that has two bytes. `scratch` holds `triton_sizes.head_rows` of such a chunk."""
-    contiguous("head_loss", losses, dhidden, hidden, rows, targets, head, logits)
+    where that has two bytes. `scratch` holds `triton_sizes.head_parts` of such a chunk."""
+    tiled, whole = (True, None) if isinstance(head, HeadTiles) else (False, head)
+    contiguous("head_loss", losses, dhidden, hidden, rows, targets, whole, logits)
     (width, vocab), count = (hidden.shape[1], head.shape[0]), rows.shape[0]
     logits = logits.view(hidden.dtype).view(-1, vocab)
-    (gathered,) = carve("head_loss", scratch, head_rows(min(count, logits.shape[0]), width, hidden.dtype))
+    parts = head_parts(min(count, logits.shape[0]), width, hidden.dtype, tiled=tiled)
+    gathered, *sums = carve("head_loss", scratch, *parts)
     copying = config_for("head_rows", hidden)
     if dhidden is not None:
         dhidden.zero_()
@@ -44,13 +49,33 @@ def head_loss(
         x, scores = gathered[: at.shape[0]], logits[: at.shape[0]]
         grid = (at.shape[0], triton.cdiv(width, copying["BLOCK"]))
         copy_rows_kernel[grid](x, hidden, at, wanted, width, BACK=False, **copying)
-        torch.mm(x, head.T, out=scores)
+        for first, tile in _tiles(head):
+            torch.mm(x, tile.T, out=scores[:, first : first + len(tile)])
         cross_entropy_kernel[(at.shape[0],)](
             losses[chunk], scores, wanted, vocab, GRADIENT=dhidden is not None, **config_for("cross_entropy", hidden)
         )
         if dhidden is not None:
-            torch.mm(scores, head, out=x)
+            _product_with_head(x, scores, head, *(part[: len(x)] for part in sums))
             copy_rows_kernel[grid](dhidden, x, at, wanted, width, BACK=True, **copying)
+
+
+def _tiles(head: torch.Tensor | HeadTiles) -> Iterable[tuple[int, torch.Tensor]]:
+    return head.tiles() if isinstance(head, HeadTiles) else ((0, head),)
+
+
+def _product_with_head(
+    x: torch.Tensor, scores: torch.Tensor, head: torch.Tensor | HeadTiles, *sums: torch.Tensor
+) -> None:
+    """x [c, H] = scores [c, V] head; over tiles by a product of each [c, H] and their sum in fp32 [c, H]."""
+    if isinstance(head, HeadTiles):
+        product, total = sums
+        total.zero_()
+        for first, tile in head.tiles():
+            torch.mm(scores[:, first : first + len(tile)], tile, out=product)
+            total.add_(product)
+        x.copy_(total)
+    else:
+        torch.mm(scores, head, out=x)
 
 
 @triton.jit
