@@ -179,6 +179,8 @@ def test_what_the_plan_has_no_room_for_is_refused(tmp_path: Path) -> None:
     want = pipeline.generate_ids(rows, GenerateConfig(max_new_tokens=4))
     one = max(decoder.bytes_for([len(row)], len(row) + 4) for row in rows)
     layout = pipeline.layout
+    planned = pipeline.plan(GenerateConfig(max_new_tokens=4))
+    assert planned.total_bytes - layout.plan.total_bytes == decoder.bytes_for([63], 64) > one
     pipeline._layout = replace(layout, budget=layout.plan.total_bytes + one)
     assert layout.plan.total_bytes <= pipeline.layout.budget < 1 << 32
     arena = pipeline.engine.arena.nbytes

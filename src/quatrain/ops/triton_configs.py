@@ -138,7 +138,11 @@ TABLE |= {
     "cache_put": {"*": {"num_warps": 4, "num_stages": 1}},
     "head_rows": {"*": {"BLOCK": 1024, "num_warps": 4, "num_stages": 1}},
     "cross_entropy": {"*": {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}},
-    "sample": {"*": {"BLOCK": 4096, "num_warps": 8, "num_stages": 1}},
+    "sample": {
+        "*": {"BLOCK": 4096, "num_warps": 8, "num_stages": 1},
+        "*/fp32": {"BLOCK": 2048, "num_warps": 8, "num_stages": 1},
+        "turing": {"BLOCK": 2048, "num_warps": 8, "num_stages": 1},
+    },
 }  # fmt: skip
 
 PRODUCTS: dict[str, tuple[int, float]] = {

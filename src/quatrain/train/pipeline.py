@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +24,7 @@ from quatrain.engine.layout import Layout
 from quatrain.engine.setup import choose_layout, engine_device, reserve
 from quatrain.engine.step import StepEngine
 from quatrain.errors import CheckpointError, ConfigError, DataError
-from quatrain.memory.plan import MemoryPlan
+from quatrain.memory.plan import Held, MemoryPlan
 from quatrain.model.adapters import AdapterSet
 from quatrain.model.params import params_on
 from quatrain.profile.spans import Profiler
@@ -347,9 +348,18 @@ class InstructPipeline:
             tensor.copy_(state[name])
         self.adapters.refresh()
 
-    def plan(self) -> MemoryPlan:
-        """Every byte of the run by name."""
-        return self._layout.plan
+    def plan(self, generate: GenerateConfig | None = None) -> MemoryPlan:
+        """Every byte of the run by name. With `generate` also what generating takes for a prompt of `max_seq_len`
+        tokens; on a GPU that is memory of the step."""
+        plan = self._layout.plan
+        if generate is None or self._layout.static:
+            return plan
+        from quatrain.model.decoder import Decoder, position_limit
+
+        prompt = min(self.config.max_seq_len, position_limit(self.spec) - 1)
+        slots = min(prompt + generate.max_new_tokens, position_limit(self.spec))
+        needed = Decoder(self.engine.params, self._layout.backend).bytes_for([prompt], slots)
+        return replace(plan, held=(*plan.held, Held("generation", f"one row of {slots} tokens", needed)))
 
     @property
     def layout(self) -> Layout:
