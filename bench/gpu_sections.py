@@ -7,12 +7,15 @@ can show gives a row that is neither right nor wrong.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,6 +150,7 @@ def environment(where: Where) -> Iterator[Row]:
     if not where.cuda:
         yield {"check": "GPU", "ok": None, "message": "none: a rehearsal in Triton's interpreter"}
         return
+    yield looked_at("a C compiler and Python.h, with which Triton builds what launches its kernels", launchers)
     yield looked_at("GPU", gpu)
 
 
@@ -155,6 +159,12 @@ def installed(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "absent"
+
+
+def launchers() -> Row:
+    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), "absent")
+    header = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    return {"ok": compiler != "absent" and header, "compiler": compiler, "header": "there" if header else "absent"}
 
 
 def gpu() -> Row:

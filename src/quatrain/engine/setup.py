@@ -150,10 +150,12 @@ def measured_costs() -> DeviceCosts:
     square = torch.ones(64, 64, device="cuda")
     square @ square  # loads cuBLAS
     torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # this stream's, which nothing else runs on
-    torch.cuda.empty_cache()
+    others = (ledger := device_ledger()).reserved_by_others()
+    if ledger.reserved() == others:  # else captured steps of another run of this process may use one
+        torch._C._cuda_clearCublasWorkspaces()  # of this stream, on which nothing else runs
+        torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    used = total - free - torch.cuda.memory_reserved() - device_ledger().reserved_by_others()
+    used = total - free - torch.cuda.memory_reserved() - others
     hopper = torch.cuda.get_device_capability()[0] >= 9
     return DeviceCosts(max(used, 0), DeviceCosts.cublas if hopper else DeviceCosts.cublas // 4, measured=True)
 
