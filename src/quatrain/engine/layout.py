@@ -59,7 +59,8 @@ class Layout:
         if self.budget is None:
             return None
         arena = sum(slot.nbytes for slot in self.plan.slots if not slot.within)
-        return self.budget - self.plan.total_bytes + (0 if stepped else arena)
+        planned = sum(entry.nbytes for entry in self.plan.held if entry.group == "samples")
+        return self.budget - self.plan.total_bytes + planned + (0 if stepped else arena)
 
 
 def lay_out(
