@@ -136,9 +136,6 @@ def prepare_run(settings: Settings, reporter: Reporter, *, absent_gpu: bool = Fa
     schedule = Schedule(train.schedule, config.learning_rate, length.total_steps, warmup, train.lr_floor)
     prompts = sample_prompts(prepared.validation, prepared.tokenizer, train.samples)
     layout = layout_of(source, config, length.most_micro_batches, sample_tokens(prompts), absent_gpu=absent_gpu)
-    if prompts and layout.device != "cpu":
-        prompts = []
-        notes.append("no sample answers at evaluations: text generation runs on the CPU in this version")
     return Preparation(
         settings, source, prepared, batching, config, layout, schedule, notes, evaluations, prompts, start
     )
