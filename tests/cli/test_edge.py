@@ -36,7 +36,8 @@ def test_the_check_of_imports_can_fail() -> None:
 
 def test_the_commands_are_these() -> None:
     assert NAMES == [
-        "init", "train", "check", "plan", "eval", "chat", "export", "adapter", "cache", "bench", "doctor", "schema",
+        "init", "train", "check", "plan", "eval", "chat", "runs", "report", "export", "adapter", "cache", "bench",
+        "doctor", "schema",
     ]  # fmt: skip
 
 

@@ -37,6 +37,8 @@ def test_what_is_exported_answers_as_the_run_does(world: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "into its dequantised NF4 weights, stored as f32" in said
     assert "max |logit difference| to the adapter on a probe prompt: " in said
+    assert f"quatrain chat --model {out}" in said.replace("\n           ", "")  # what to do next
+    assert ("ollama create" in said) == (form == "ollama")
     want = answer(capsys, "--model", str(world / "run"))
     assert answer(capsys, "--model", str(out), "--quantize", "none") == want
     assert answer(capsys, "--model", str(world / "model")) != want

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -66,3 +67,7 @@ def command(
         block(console, "note", [line])
     block(console, "files", [f"{name}  {megabytes(size)}" for name, size in done.files.items()])
     block(console, "done", [f"{done.folder}; peak memory {megabytes(peak_resident_bytes())}"])
+    if options.format != "gguf-adapter":
+        folder = shlex.quote(str(options.out))
+        create = [f"ollama create my-model -f {folder}/Modelfile"] if options.format == "ollama" else []
+        block(console, "try it", [*create, f"quatrain chat --model {folder}"])
