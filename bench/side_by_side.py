@@ -26,6 +26,10 @@ round. Before it times anything a process checks ids and gradients again, and it
 about 60 additions to the residual stream rounds by 2^-9, together 1.5 % of it, and the loss may be off by as much where
 the errors are common to all tokens. (Norms of bf16 gradients are only kept: this model's differ by tens of percent.)
 
+With --isa avx2 all sides are held to what a machine without AVX-512 has, in fp32, which is the fastest there (it has no
+bf16 products): Quatrain by its option, torch and its libraries by their environment variables. bitsandbytes' own
+kernels take no such hint.
+
     python bench/side_by_side.py --workload 4x512
     python bench/side_by_side.py --workload gsm8k --data FOLDER
     python bench/side_by_side.py --workload 4x512 --quick       # a smoke run: short rows, one round
@@ -78,6 +82,10 @@ PEFT_SIDES = {
 QUATRAIN_SIDES = {"quatrain": "auto", "quatrain_lean": "block"}
 """Their `checkpoint`."""
 SIDES = (*QUATRAIN_SIDES, *PEFT_SIDES)
+HELD_TO = {
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
+"""Environment variables by --isa."""
 
 Step = Callable[[Rows], tuple[float, float]]
 """One optimizer step: (mean loss, gradient norm before clipping)."""
@@ -86,13 +94,14 @@ Step = Callable[[Rows], tuple[float, float]]
 def main() -> int:
     options = parse()
     if options.work is not None:
-        write_side(options.work, options.side, options.threads, options.gate)
+        write_side(options)
         return 0
+    os.environ |= HELD_TO.get(options.isa, {})  # the inner processes have it before torch is imported
     rounds, timed = (1, 1) if options.quick else (options.rounds, options.steps)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         prepare(work, options.workload, options.data, 1 + timed, options.quick)
-        words = ["--work", work, "--threads", options.threads, "--side"]
+        words = ["--work", work, "--threads", options.threads, "--isa", options.isa, "--side"]
         gates = {}
         for side in options.sides:
             gates[side] = run_apart(__file__, [*words, side, "--gate"], work / f"{side}.json")
@@ -108,13 +117,15 @@ def main() -> int:
         **record(__file__),
         "workload": options.workload,
         "threads": options.threads,
+        "isa": options.isa,
         "rounds": rounds,
         "timed_steps": timed,
         "bounds": {"fp32_loss": FP32_LOSS, "fp32_gradient_norm": FP32_NORM, "bf16_loss": BF16_LOSS},
         "gate": gates,
         "sides": sides,
     }
-    name = f"side_by_side_{options.workload}{'_quick' if options.quick else ''}.json"
+    held = "" if options.isa == "auto" else f"_{options.isa}"
+    name = f"side_by_side_{options.workload}{held}{'_quick' if options.quick else ''}.json"
     write(options.out / name, result)
     return 0
 
@@ -129,6 +140,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a process")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--isa", choices=["auto", *HELD_TO], default="auto", help="hold all sides to it, in fp32")
     parser.add_argument("--quick", action="store_true", help="only to see that it works: results go to build/")
     parser.add_argument("--out", type=Path, help="folder of the results; default: bench/results")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # set for the inner processes, with --side
@@ -183,37 +195,39 @@ def make_rows(tokenizer: Any, workload: str, data: Path | None, steps: int, quic
     return [rows[at : at + each] for at in range(0, each * steps, each)]
 
 
-def config(work: Path, dtype: str, checkpoint: str) -> Any:
+def config(work: Path, dtype: str, checkpoint: str, kernels: str = "auto") -> Any:
     from quatrain import InstructConfig
 
     return InstructConfig(
         lora_rank=RANK, lora_alpha=ALPHA, learning_rate=LEARNING_RATE, weight_decay=0.0, max_grad_norm=CLIP,
         clip="global", quantize="nf4", double_quant=True, compute_dtype=dtype, max_seq_len=LONGEST_ROW,
-        checkpoint=checkpoint, cache_dir=str(work / "cache"),
+        checkpoint=checkpoint, kernels=kernels, cache_dir=str(work / "cache"),
     )  # fmt: skip
 
 
 # One side, in its own process.
 
 
-def write_side(work: Path, side: str, threads: int, gate_only: bool) -> None:
-    """The first step with its checks: in fp32 and alone for the gate, else in bf16 and followed by the timed ones."""
+def write_side(options: argparse.Namespace) -> None:
+    """The first step with its checks: in fp32 and alone for the gate, else in the dtype that is timed, followed by the
+    timed ones."""
     import torch
 
     from quatrain.memory.process import peak_resident_bytes
 
-    torch.set_num_threads(threads)
-    dtype = "fp32" if gate_only else "bf16"
+    work, side = options.work, options.side
+    torch.set_num_threads(options.threads)
+    dtype = "fp32" if options.gate or options.isa != "auto" else "bf16"
     steps: list[Rows] = json.loads((work / "steps.json").read_text(encoding="utf-8"))
     if side in QUATRAIN_SIDES:
-        step, gradients, fed = quatrain_side(work, dtype, QUATRAIN_SIDES[side])
+        step, gradients, fed = quatrain_side(work, dtype, QUATRAIN_SIDES[side], options.isa)
     else:
         step, gradients, fed = peft_side(work, dtype, **PEFT_SIDES[side])
     loss, norm = step(steps[0])
     result: dict[str, Any] = {"loss": loss, "gradient_norm": norm, "ids": digest(fed(steps[0]))}
     result["adapter_tensors"] = all_have_gradients(side, gradients())
     check(work / "gate.json", side, result, dtype)
-    if not gate_only:
+    if not options.gate:
         seconds = []
         for rows in steps[1:]:
             began = time.perf_counter()
@@ -228,12 +242,12 @@ Side = tuple[Step, Callable[[], Iterator[tuple[str, Any]]], Callable[[Rows], Row
 """Its step; (name, gradient) of every A and B as the last step left them; the rows as its batches hold them."""
 
 
-def quatrain_side(work: Path, dtype: str, checkpoint: str) -> Side:
+def quatrain_side(work: Path, dtype: str, checkpoint: str, kernels: str) -> Side:
     from quatrain import InstructPipeline
     from quatrain.data.row import Row
     from quatrain.engine.inputs import pack_rows
 
-    pipe = InstructPipeline.from_pretrained(work / "base", config(work, dtype, checkpoint))
+    pipe = InstructPipeline.from_pretrained(work / "base", config(work, dtype, checkpoint, kernels))
     pipe.load_adapter(work / "adapter")
 
     def as_rows(rows: Rows) -> list[Row]:
