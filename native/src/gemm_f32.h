@@ -76,22 +76,23 @@ struct GemmF32 {
       for (int64_t i = 0; i < 32; ++i) dst[r * 32 + i] = src[i * 32 + r];
   }
 
-  // B blocks of an NF4 weight: rows n0 .. n0 + cols as columns (nt), or columns k0 .. k0 + cols over `rows` rows (nn).
-  // Values are rounded to T, as a dequantised weight of that type would be.
+  // A B block of an NF4 weight over part of the reduction: rows n0 .. n0 + cols as columns, k from `from` to `to` (nt); or
+  // columns k0 .. k0 + cols, rows from `from` to `to` (nn). Values are rounded to T, as a dequantised weight of that type
+  // would be.
   template <class T>
-  static void pack_nf4_nt(elem *dst, const qt_weight &w, int64_t n0, int64_t cols) {
+  static void pack_nf4_nt(elem *dst, const qt_weight &w, int64_t n0, int64_t cols, int64_t from, int64_t to) {
     for (int64_t n = 0; n < 32; ++n) {
       if (n < cols)
-        nf4_row<T>(w, n0 + n, 0, w.k, [&](int64_t i, float value) { dst[i * 32 + n] = value; });
+        nf4_row<T>(w, n0 + n, from, to, [&](int64_t i, float value) { dst[i * 32 + n] = value; });
       else
-        for (int64_t i = 0; i < w.k; ++i) dst[i * 32 + n] = 0.0f;
+        for (int64_t i = 0; i < to - from; ++i) dst[i * 32 + n] = 0.0f;
     }
   }
   template <class T>
-  static void pack_nf4_nn(elem *dst, const qt_weight &w, int64_t k0, int64_t cols) {
-    for (int64_t row = 0; row < w.n; ++row) {
-      nf4_row<T>(w, row, k0, k0 + cols, [&](int64_t i, float value) { dst[row * 32 + i] = value; });
-      for (int64_t i = cols; i < 32; ++i) dst[row * 32 + i] = 0.0f;
+  static void pack_nf4_nn(elem *dst, const qt_weight &w, int64_t k0, int64_t cols, int64_t from, int64_t to) {
+    for (int64_t row = from; row < to; ++row, dst += 32) {
+      nf4_row<T>(w, row, k0, k0 + cols, [&](int64_t i, float value) { dst[i] = value; });
+      for (int64_t i = cols; i < 32; ++i) dst[i] = 0.0f;
     }
   }
 
@@ -111,10 +112,13 @@ struct GemmF32 {
     return 2.0 * MR * NC * static_cast<double>(iterations);
   }
 
+  // Where k = `at` of an A block is; a segment that starts there has the whole block's k as its `ld`.
+  static const elem *a_at(const elem *block, int64_t at) { return block + at * MR; }
+
   // c [32, 32] = sum over segments of A B (+= when `accumulate`). At least the first `rows` rows and `cols` columns.
   struct Segment {
     const elem *a, *b;
-    int64_t k;
+    int64_t k, ld = 0;  // ld 0: k
   };
   static void block(float *c, const Segment *segments, int count, bool accumulate = false, int64_t rows = 32,
                     int64_t cols = 32) {
@@ -126,7 +130,8 @@ struct GemmF32 {
           for (int v = 0; v < kVecs; ++v)
             acc[r][v] = accumulate ? load16(c + (sub * MR + r) * 32 + col + v * 16) : splat(0.0f);
         for (int s = 0; s < count; ++s) {
-          const float *a = segments[s].a + sub * MR * segments[s].k, *b = segments[s].b + col;
+          const float *a = segments[s].a + sub * MR * (segments[s].ld ? segments[s].ld : segments[s].k);
+          const float *b = segments[s].b + col;
           for (int64_t i = 0; i < segments[s].k; ++i, a += MR, b += 32)
             for (int v = 0; v < kVecs; ++v) {
               const f32x16 bv = load16(b + v * 16);

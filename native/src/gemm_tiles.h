@@ -76,6 +76,8 @@ inline __m512i nf4_table(float absmax) {
 struct TilePacking {
   using elem = bf16;
   static int64_t padded(int64_t k) { return round_up(k, 32); }
+  // Where k = `at` (a multiple of 32) of an A block is.
+  static const elem *a_at(const elem *block, int64_t at) { return block + at * 32; }
 
   template <class T>
   static void pack_a(elem *dst, const T *src, int64_t ld, int64_t rows, int64_t k) {
@@ -146,11 +148,13 @@ struct TilePacking {
     _mm512_store_si512(block + 512 + r * 16, second);
   }
 
+  // A B block of an NF4 weight over part of the reduction: rows n0 .. n0 + cols as columns, k from `from` (a multiple of 64)
+  // to `to` (one as well, or w.k).
   template <class T>
-  static void pack_nf4_nt(elem *dst, const qt_weight &w, int64_t n0, int64_t cols) {
-    if (w.k % kNf4Block) return pack_nf4_rows(dst, w, n0, cols);
+  static void pack_nf4_nt(elem *dst, const qt_weight &w, int64_t n0, int64_t cols, int64_t from, int64_t to) {
+    if (w.k % kNf4Block) return pack_nf4_rows(dst, w, n0, cols, from, to);
     __m512i rows[16];
-    for (int64_t step = 0; step < w.k; step += 64)
+    for (int64_t step = from; step < to; step += 64)
       for (int64_t tile = 0; tile < 32; tile += 16) {
         __m512i tables[16];
         for (int64_t i = 0; i < 16; ++i)
@@ -160,23 +164,24 @@ struct TilePacking {
             rows[i] = tile + i < cols ? nf4_lookup(w.codes + ((n0 + tile + i) * w.k + step + half) / 2, tables[i])
                                       : _mm512_setzero_si512();
           transpose16(rows);
-          elem *at = dst + (step + half) * 32 + tile * 32;
+          elem *at = dst + (step - from + half) * 32 + tile * 32;
           for (int i = 0; i < 16; ++i) _mm512_store_si512(at + i * 32, rows[i]);
         }
       }
   }
-  // Columns k0 .. k0 + cols (k0 a multiple of 32) of all rows: the reduction of the backward runs over the rows.
+  // Columns k0 .. k0 + cols (k0 a multiple of 32) of rows `from` (a multiple of 32) to `to`: the reduction of the backward
+  // runs over the rows.
   template <class T>
-  static void pack_nf4_nn(elem *dst, const qt_weight &w, int64_t k0, int64_t cols) {
-    if (w.k % kNf4Block) return pack_nf4_columns(dst, w, k0, cols);
+  static void pack_nf4_nn(elem *dst, const qt_weight &w, int64_t k0, int64_t cols, int64_t from, int64_t to) {
+    if (w.k % kNf4Block) return pack_nf4_columns(dst, w, k0, cols, from, to);
     const __m512i zero = _mm512_setzero_si512();
-    for (int64_t row = 0; row < padded(w.n); row += 2, dst += 32) {
+    for (int64_t row = from; row < from + padded(to - from); row += 2, dst += 32) {
       __m512i even = zero, odd = zero, low, high;
-      if (row < w.n) even = nf4_lookup(w.codes + (row * w.k + k0) / 2, nf4_table(block_absmax(w, (row * w.k + k0) / 64)));
-      if (row + 1 < w.n)
+      if (row < to) even = nf4_lookup(w.codes + (row * w.k + k0) / 2, nf4_table(block_absmax(w, (row * w.k + k0) / 64)));
+      if (row + 1 < to)
         odd = nf4_lookup(w.codes + ((row + 1) * w.k + k0) / 2, nf4_table(block_absmax(w, ((row + 1) * w.k + k0) / 64)));
       interleave(even, odd, &low, &high);
-      if (row && row % 32 == 0) dst += 512;
+      if (row > from && row % 32 == 0) dst += 512;
       _mm512_store_si512(dst, low);
       _mm512_store_si512(dst + 512, high);
     }
@@ -205,15 +210,16 @@ struct TilePacking {
   static elem &b_at(elem *dst, int64_t k, int64_t n) {
     return dst[(k / 32) * 1024 + (n / 16) * 512 + (k % 32) / 2 * 32 + (n % 16) * 2 + k % 2];
   }
-  static void pack_nf4_rows(elem *dst, const qt_weight &w, int64_t n0, int64_t cols) {
-    std::memset(dst, 0, static_cast<size_t>(padded(w.k)) * 32 * sizeof(elem));
+  static void pack_nf4_rows(elem *dst, const qt_weight &w, int64_t n0, int64_t cols, int64_t from, int64_t to) {
+    std::memset(dst, 0, static_cast<size_t>(padded(to - from)) * 32 * sizeof(elem));
     for (int64_t n = 0; n < cols; ++n)
-      nf4_row<bf16>(w, n0 + n, 0, w.k, [&](int64_t i, float value) { b_at(dst, i, n) = from_float<bf16>(value); });
+      nf4_row<bf16>(w, n0 + n, from, to, [&](int64_t i, float value) { b_at(dst, i, n) = from_float<bf16>(value); });
   }
-  static void pack_nf4_columns(elem *dst, const qt_weight &w, int64_t k0, int64_t cols) {
-    std::memset(dst, 0, static_cast<size_t>(padded(w.n)) * 32 * sizeof(elem));
-    for (int64_t row = 0; row < w.n; ++row)
-      nf4_row<bf16>(w, row, k0, k0 + cols, [&](int64_t i, float value) { b_at(dst, row, i) = from_float<bf16>(value); });
+  static void pack_nf4_columns(elem *dst, const qt_weight &w, int64_t k0, int64_t cols, int64_t from, int64_t to) {
+    std::memset(dst, 0, static_cast<size_t>(padded(to - from)) * 32 * sizeof(elem));
+    for (int64_t row = from; row < to; ++row)
+      nf4_row<bf16>(w, row, k0, k0 + cols,
+                    [&](int64_t i, float value) { b_at(dst, row - from, i) = from_float<bf16>(value); });
   }
 };
 
@@ -233,7 +239,7 @@ struct GemmDot : TilePacking {
   }
   struct Segment {
     const elem *a, *b;
-    int64_t k;
+    int64_t k, ld = 0;  // ld: of layouts where steps of k do not follow one another
   };
   // c [32, 32] = sum over segments of A B (+= when `accumulate`), by vdpbf16ps: pairs of k at once. At least the first
   // `rows` rows and `cols` columns.
@@ -305,7 +311,7 @@ struct GemmAmx : TilePacking {
   }
   struct Segment {
     const elem *a, *b;
-    int64_t k;
+    int64_t k, ld = 0;  // ld: of layouts where steps of k do not follow one another
   };
   // c [32, 32] = sum over segments of A B (+= when `accumulate`): 2 x 2 tiles of C in registers. At least the first
   // `rows` rows and `cols` columns: with 16 of either, half of the tiles stay out.

@@ -12,16 +12,36 @@
 
 namespace qt::QT_ISA {
 
-// A weight slice in a thread's buffer: half of a common second-level cache, and at most this many blocks of columns.
+// A weight slice in a thread's buffer: half of a common second-level cache, and at most this many blocks of 32 columns.
 constexpr int64_t kSliceBytes = 1 << 20;
 constexpr int64_t kSliceBlocks = 16;
+constexpr int64_t kFewBlocks = 4;
 
+// How the columns of an output and its reduction are cut: slices of `blocks` column blocks, over `length` of the reduction at
+// a time. That is all of it while a slice then holds more than a few blocks. Beyond, the other operand would be read from
+// memory once for each few columns (at Qwen2.5-0.5B's shape the backward fell from 77 to 55 % of the product peak), so
+// sums are kept in memory between the lengths instead.
+struct Cut {
+  int64_t length, blocks;
+};
 template <class G>
-inline int64_t slice_blocks(int64_t reduction, int64_t blocks, int32_t threads) {
-  const int64_t fit = kSliceBytes / (reduction * 32 * static_cast<int64_t>(sizeof(typename G::elem)));
-  const int64_t most = fit < 1 ? 1 : fit > kSliceBlocks ? kSliceBlocks : fit;
+inline Cut cut(int64_t reduction, int64_t blocks, int32_t threads) {
+  constexpr int64_t kRow = 32 * static_cast<int64_t>(sizeof(typename G::elem));
+  const bool whole = kSliceBytes / (reduction * kRow) >= kFewBlocks;
+  const int64_t length = whole ? reduction : kSliceBytes / (kSliceBlocks * kRow);
+  const int64_t fit = kSliceBytes / (length * kRow), most = fit > kSliceBlocks ? kSliceBlocks : fit;
   const int64_t share = ceil_div(blocks, threads);
-  return ceil_div(share, ceil_div(share, most));
+  return {length, ceil_div(share, ceil_div(share, most))};
+}
+// Elements of a thread's slice, and floats of a thread's sums where the reduction is cut.
+template <class G>
+inline int64_t slice_elems(int64_t reduction) {
+  const int64_t all = kSliceBlocks * 32 * reduction, fit = kSliceBytes / static_cast<int64_t>(sizeof(typename G::elem));
+  return all < fit ? all : fit;
+}
+template <class G>
+inline int64_t sum_floats(int64_t reduction, int64_t row_blocks) {
+  return cut<G>(reduction, 1, 1).length < reduction ? row_blocks * kSliceBlocks * 1024 : 0;
 }
 
 template <class G, class T>
@@ -31,17 +51,18 @@ struct Linear {
 
   static int64_t block_elems(int64_t k) { return 32 * G::padded(k); }
 
-  static void pack_weight_nt(elem *dst, const qt_weight &w, int64_t n0, int64_t cols) {
+  // Both over the part of the reduction from `from` to `to`.
+  static void pack_weight_nt(elem *dst, const qt_weight &w, int64_t n0, int64_t cols, int64_t from, int64_t to) {
     if (w.codes)
-      G::template pack_nf4_nt<T>(dst, w, n0, cols);
+      G::template pack_nf4_nt<T>(dst, w, n0, cols, from, to);
     else
-      G::pack_b_nt(dst, static_cast<const T *>(w.dense) + n0 * w.k, w.k, cols, w.k);
+      G::pack_b_nt(dst, static_cast<const T *>(w.dense) + n0 * w.k + from, w.k, cols, to - from);
   }
-  static void pack_weight_nn(elem *dst, const qt_weight &w, int64_t k0, int64_t cols) {
+  static void pack_weight_nn(elem *dst, const qt_weight &w, int64_t k0, int64_t cols, int64_t from, int64_t to) {
     if (w.codes)
-      G::template pack_nf4_nn<T>(dst, w, k0, cols);
+      G::template pack_nf4_nn<T>(dst, w, k0, cols, from, to);
     else
-      G::pack_b_nn(dst, static_cast<const T *>(w.dense) + k0, w.k, w.n, cols);
+      G::pack_b_nn(dst, static_cast<const T *>(w.dense) + from * w.k + k0, w.k, to - from, cols);
   }
 
   // ---- forward -----------------------------------------------------------------------------------------------------
@@ -49,8 +70,9 @@ struct Linear {
   struct Forward {
     elem *x, *slices;
     elem *u[8], *lora_a[8];  // packed [tokens / 32] and [rank / 32] blocks
-    float *tiles;
+    float *tiles, *sums;
     elem *masked;
+    int64_t slice_size, sums_size;
     Forward(Scratch &s, const qt_linear *linears, int64_t count, int64_t tokens, int32_t threads, bool dropout) {
       const int64_t k = linears[0].weight.k, blocks = ceil_div(tokens, 32);
       int64_t rank = 0;
@@ -61,17 +83,12 @@ struct Linear {
         u[i] = s.take<elem>(r ? blocks * block_elems(r) : 0);
         lora_a[i] = s.take<elem>(r ? ceil_div(r, 32) * block_elems(k) : 0);
       }
-      slices = s.take<elem>(threads * slice_elems(k, rank));
+      slice_size = slice_elems<G>(G::padded(k)) + kSliceBlocks * block_elems(rank);  // and the scaled B of the adapter
+      sums_size = sum_floats<G>(G::padded(k), blocks);
+      slices = s.take<elem>(threads * slice_size);
       tiles = s.take<float>(threads * 1024);
+      sums = s.take<float>(threads * sums_size);
       masked = s.take<elem>(dropout ? threads * block_elems(k) : 0);
-    }
-    // At most kSliceBlocks blocks and kSliceBytes, at least one block; and the scaled B of the adapter beside it.
-    static int64_t slice_elems(int64_t k, int64_t rank) {
-      return kSliceBlocks * block_elems(rank) + most_blocks(k) * block_elems(k);
-    }
-    static int64_t most_blocks(int64_t k) {
-      const int64_t fit = kSliceBytes / (k * 32 * static_cast<int64_t>(sizeof(elem)));
-      return fit < 1 ? 1 : fit > kSliceBlocks ? kSliceBlocks : fit;
     }
   };
 
@@ -153,43 +170,46 @@ struct Linear {
     const int64_t k = linears[0].weight.k, blocks = ceil_div(tokens, 32);
     down(pool, f, x, linears, count, tokens, dropout, true);
 
-    int64_t rank = 0, total = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      total += ceil_div(linears[i].weight.n, 32);
-      if (linears[i].rank > rank) rank = linears[i].rank;
-    }
-    const int64_t per_slice = slice_blocks<G>(G::padded(k), total, pool.threads());
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) total += ceil_div(linears[i].weight.n, 32);
+    const Cut by = cut<G>(G::padded(k), total, pool.threads());
     int64_t first_item[9] = {0};
     for (int64_t i = 0; i < count; ++i)
-      first_item[i + 1] = first_item[i] + ceil_div(ceil_div(linears[i].weight.n, 32), per_slice);
+      first_item[i + 1] = first_item[i] + ceil_div(ceil_div(linears[i].weight.n, 32), by.blocks);
     pool.parallel_for(first_item[count], [&](int64_t item, int32_t thread) {
       int64_t i = 0;
       while (item >= first_item[i + 1]) ++i;
       const qt_linear &l = linears[i];
-      const int64_t n = l.weight.n, n0 = (item - first_item[i]) * per_slice * 32;
-      const int64_t nb = ceil_div(n - n0 < per_slice * 32 ? n - n0 : per_slice * 32, 32);
-      elem *slice = f.slices + thread * Forward::slice_elems(k, rank), *up = slice + nb * block_elems(k);
-      for (int64_t b = 0; b < nb; ++b) {
+      const int64_t n = l.weight.n, n0 = (item - first_item[i]) * by.blocks * 32;
+      const int64_t nb = ceil_div(n - n0 < by.blocks * 32 ? n - n0 : by.blocks * 32, 32);
+      elem *slice = f.slices + thread * f.slice_size, *up = slice + slice_elems<G>(G::padded(k));
+      for (int64_t b = 0; l.rank && b < nb; ++b) {
         const int64_t at = n0 + b * 32, cols = n - at < 32 ? n - at : 32;
-        pack_weight_nt(slice + b * block_elems(k), l.weight, at, cols);
-        if (l.rank)
-          G::pack_b_nt(up + b * block_elems(l.rank), static_cast<const T *>(l.lora_b) + at * l.rank, l.rank, cols, l.rank,
-                       l.scale);
+        G::pack_b_nt(up + b * block_elems(l.rank), static_cast<const T *>(l.lora_b) + at * l.rank, l.rank, cols, l.rank,
+                     l.scale);
       }
-      float *c = f.tiles + thread * 1024;
       G::thread_begin();
-      for (int64_t m = 0; m < blocks; ++m) {
-        const int64_t rows = tokens - m * 32 < 32 ? tokens - m * 32 : 32;
+      for (int64_t from = 0; from < k; from += by.length) {
+        const int64_t to = k - from < by.length ? k : from + by.length;
         for (int64_t b = 0; b < nb; ++b) {
-          const Segment segments[2] = {
-              {f.x + m * block_elems(k), slice + b * block_elems(k), G::padded(k)},
-              {f.u[i] + m * block_elems(l.rank), up + b * block_elems(l.rank), l.rank},
-          };
-          G::block(c, segments, l.rank ? 2 : 1);
-          const int64_t at = n0 + b * 32, cols = n - at < 32 ? n - at : 32;
-          store_block(static_cast<T *>(l.out) + m * 32 * n + at, n, c, rows, cols,
-                      l.bias ? static_cast<const T *>(l.bias) + at : nullptr,
-                      residual ? residual + m * 32 * n + at : nullptr);
+          const int64_t at = n0 + b * 32;
+          pack_weight_nt(slice + b * 32 * by.length, l.weight, at, n - at < 32 ? n - at : 32, from, to);
+        }
+        for (int64_t m = 0; m < blocks; ++m) {
+          const int64_t rows = tokens - m * 32 < 32 ? tokens - m * 32 : 32;
+          for (int64_t b = 0; b < nb; ++b) {
+            float *c = f.sums_size ? f.sums + thread * f.sums_size + (m * nb + b) * 1024 : f.tiles + thread * 1024;
+            const Segment segments[2] = {
+                {G::a_at(f.x + m * block_elems(k), from), slice + b * 32 * by.length, G::padded(to - from), G::padded(k)},
+                {f.u[i] + m * block_elems(l.rank), up + b * block_elems(l.rank), l.rank},
+            };
+            G::block(c, segments, to == k && l.rank ? 2 : 1, from > 0);
+            if (to < k) continue;
+            const int64_t at = n0 + b * 32, cols = n - at < 32 ? n - at : 32;
+            store_block(static_cast<T *>(l.out) + m * 32 * n + at, n, c, rows, cols,
+                        l.bias ? static_cast<const T *>(l.bias) + at : nullptr,
+                        residual ? residual + m * 32 * n + at : nullptr);
+          }
         }
       }
       G::thread_end();
@@ -233,8 +253,8 @@ struct Linear {
     elem *du_t, *u_t;         // [threads][widest rank / 32] blocks: transposed, the reduction runs over a group's tokens
     float *grads[8];          // [kParts][rank / 32][k / 32 + n / 32] blocks of 32 x 32
     elem *slices, *columns;
-    float *tiles;
-    int64_t slice_size, rank;
+    float *tiles, *sums;
+    int64_t slice_size, sums_size, rank;
     Backward(Scratch &s, const qt_linear *linears, int64_t count, int64_t tokens, int32_t threads) {
       const int64_t blocks = ceil_div(tokens, 32);
       int64_t reduction = 0, up = 0;
@@ -252,8 +272,10 @@ struct Linear {
       du = s.take<T>(threads * kGroup * 32 * rank);
       du_t = s.take<elem>(threads * ceil_div(rank, 32) * block_elems(kGroup * 32));
       u_t = s.take<elem>(threads * ceil_div(rank, 32) * block_elems(kGroup * 32));
-      slice_size = kSliceBlocks * 32 * up + Forward::most_blocks(reduction) * 32 * reduction;
+      slice_size = slice_elems<G>(reduction) + kSliceBlocks * 32 * up;
+      sums_size = sum_floats<G>(reduction, blocks);
       slices = s.take<elem>(threads * slice_size);
+      sums = s.take<float>(threads * sums_size);
       columns = s.take<elem>(threads * block_elems(kGroup * 32));
       tiles = s.take<float>(threads * 2048);
     }
@@ -295,56 +317,77 @@ struct Linear {
       G::thread_end();
     });
     add_parts(pool, f, linears, count, parts);
-    // dx, in slices of its columns.
-    const int64_t total = ceil_div(k, 32), per_slice = slice_blocks<G>(reduction, total, pool.threads());
-    pool.parallel_for(ceil_div(total, per_slice), [&](int64_t item, int32_t thread) {
-      const int64_t b0 = item * per_slice, nb = total - b0 < per_slice ? total - b0 : per_slice;
-      elem *slice = f.slices + thread * f.slice_size, *up = slice + nb * 32 * reduction;
-      int64_t up_start[9] = {0};
-      for (int64_t i = 0; i < count; ++i) up_start[i + 1] = up_start[i] + nb * block_elems(linears[i].rank);
-      for (int64_t b = 0; b < nb; ++b) {
-        const int64_t k0 = (b0 + b) * 32, cols = k - k0 < 32 ? k - k0 : 32;
-        for (int64_t i = 0; i < count; ++i) {
-          pack_weight_nn(slice + (b * reduction + start[i]) * 32, linears[i].weight, k0, cols);
-          if (linears[i].rank)
-            G::pack_b_nn(up + up_start[i] + b * block_elems(linears[i].rank),
-                         static_cast<const T *>(linears[i].lora_a) + k0, k, linears[i].rank, cols);
-        }
-      }
-      float *c = f.tiles + thread * 2048, *part = c + 1024;
+    const int64_t total = ceil_div(k, 32);
+    const Cut by = cut<G>(reduction, total, pool.threads());
+    pool.parallel_for(ceil_div(total, by.blocks), [&](int64_t item, int32_t thread) {
+      const int64_t b0 = item * by.blocks, nb = total - b0 < by.blocks ? total - b0 : by.blocks;
       G::thread_begin();
-      for (int64_t m = 0; m < blocks; ++m) {
-        const int64_t rows = tokens - m * 32 < 32 ? tokens - m * 32 : 32;
-        for (int64_t b = 0; b < nb; ++b) {
-          Segment segments[16];
-          int used = 0;
-          for (int64_t i = 0; i < count; ++i)
-            segments[used++] = {f.dout + (m * reduction + start[i]) * 32, slice + (b * reduction + start[i]) * 32,
-                                G::padded(linears[i].weight.n)};
-          if (!dropout->keys)
-            for (int64_t i = 0; i < count; ++i)
-              if (linears[i].rank)
-                segments[used++] = {f.du_a[i] + m * block_elems(linears[i].rank),
-                                    up + up_start[i] + b * block_elems(linears[i].rank), linears[i].rank};
-          G::block(c, segments, used);
-          const int64_t k0 = (b0 + b) * 32, cols = k - k0 < 32 ? k - k0 : 32;
-          if (dropout->keys)
-            for (int64_t i = 0; i < count; ++i) {
-              if (!linears[i].rank) continue;
-              const Segment one{f.du_a[i] + m * block_elems(linears[i].rank),
-                                up + up_start[i] + b * block_elems(linears[i].rank), linears[i].rank};
-              G::block(part, &one, 1);
-              for (int64_t r = 0; r < rows; ++r) {
-                const uint32_t token = dropout_token(dropout->keys[m * 32 + r], linears[i].index);
-                for (int64_t v = 0; v < cols; ++v) c[r * 32 + v] += dropout_factor(token, k0 + v, dropout->p) * part[r * 32 + v];
-              }
-            }
-          store_block(dx + m * 32 * k + k0, k, c, rows, cols, nullptr, nullptr);
-        }
-      }
+      for (int64_t from = 0; from < reduction; from += by.length)
+        backward_slice(f, dx, linears, count, tokens, *dropout, start, by, b0, nb, from, thread);
       G::thread_end();
     });
     return QT_OK;
+  }
+
+  // Column blocks b0 .. b0 + nb of dx, over `by.length` of the reduction from `from` on; the last of these also adds the
+  // adapters' share and stores.
+  static void backward_slice(const Backward &f, T *dx, const qt_linear *linears, int64_t count, int64_t tokens,
+                             const qt_dropout &dropout, const int64_t *start, Cut by, int64_t b0, int64_t nb, int64_t from,
+                             int32_t thread) {
+    const int64_t k = linears[0].weight.k, reduction = start[count];
+    const int64_t to = reduction - from < by.length ? reduction : from + by.length;
+    const bool last = to == reduction;
+    elem *slice = f.slices + thread * f.slice_size, *up = slice + slice_elems<G>(reduction);
+    int64_t up_start[9] = {0}, begin[8], end[8];  // of each linear's rows in this length
+    for (int64_t i = 0; i < count; ++i) {
+      up_start[i + 1] = up_start[i] + nb * block_elems(linears[i].rank);
+      begin[i] = (from > start[i] ? from : start[i]) - start[i];
+      end[i] = (to < start[i + 1] ? to : start[i + 1]) - start[i];
+    }
+    for (int64_t b = 0; b < nb; ++b) {
+      const int64_t k0 = (b0 + b) * 32, cols = k - k0 < 32 ? k - k0 : 32;
+      for (int64_t i = 0; i < count; ++i) {
+        const qt_linear &l = linears[i];
+        if (begin[i] < end[i])
+          pack_weight_nn(slice + (b * by.length + start[i] + begin[i] - from) * 32, l.weight, k0, cols, begin[i],
+                         end[i] < l.weight.n ? end[i] : l.weight.n);
+        if (last && l.rank)
+          G::pack_b_nn(up + up_start[i] + b * block_elems(l.rank), static_cast<const T *>(l.lora_a) + k0, k, l.rank, cols);
+      }
+    }
+    float *part = f.tiles + thread * 2048 + 1024;
+    for (int64_t m = 0; m * 32 < tokens; ++m) {
+      const int64_t rows = tokens - m * 32 < 32 ? tokens - m * 32 : 32;
+      for (int64_t b = 0; b < nb; ++b) {
+        float *c = f.sums_size ? f.sums + thread * f.sums_size + (m * nb + b) * 1024 : f.tiles + thread * 2048;
+        Segment segments[16];
+        int used = 0;
+        for (int64_t i = 0; i < count; ++i)
+          if (begin[i] < end[i])
+            segments[used++] = {G::a_at(f.dout + (m * reduction + start[i]) * 32, begin[i]),
+                                slice + (b * by.length + start[i] + begin[i] - from) * 32, end[i] - begin[i],
+                                G::padded(linears[i].weight.n)};
+        const auto adapter = [&](int64_t i) {
+          const int64_t r = linears[i].rank;
+          return Segment{f.du_a[i] + m * block_elems(r), up + up_start[i] + b * block_elems(r), r};
+        };
+        for (int64_t i = 0; last && !dropout.keys && i < count; ++i)
+          if (linears[i].rank) segments[used++] = adapter(i);
+        G::block(c, segments, used, from > 0);
+        if (!last) continue;
+        const int64_t k0 = (b0 + b) * 32, cols = k - k0 < 32 ? k - k0 : 32;
+        for (int64_t i = 0; dropout.keys && i < count; ++i) {
+          if (!linears[i].rank) continue;
+          const Segment one = adapter(i);
+          G::block(part, &one, 1);
+          for (int64_t r = 0; r < rows; ++r) {
+            const uint32_t token = dropout_token(dropout.keys[m * 32 + r], linears[i].index);
+            for (int64_t v = 0; v < cols; ++v) c[r * 32 + v] += dropout_factor(token, k0 + v, dropout.p) * part[r * 32 + v];
+          }
+        }
+        store_block(dx + m * 32 * k + k0, k, c, rows, cols, nullptr, nullptr);
+      }
+    }
   }
 
   // Packs one group's gradients, du = s dout B on the way, and adds the group's share of dA and dB to its part.

@@ -393,7 +393,7 @@ void check_nf4() {
       for (int64_t n0 : {0, 32}) {
         const int64_t cols = n - n0 < 32 ? n - n0 : 32;
         Guarded<typename G::elem> packed(32 * G::padded(k));
-        G::template pack_nf4_nt<T>(packed.data(), w, n0, cols);
+        G::template pack_nf4_nt<T>(packed.data(), w, n0, cols, 0, w.k);
         const auto got = unpack_b<G>(packed.data(), k);
         for (int64_t i = 0; i < k; ++i)
           for (int64_t c = 0; c < 32; ++c) {
@@ -404,7 +404,7 @@ void check_nf4() {
       for (int64_t k0 = 0; k0 < k; k0 += 32) {
         const int64_t cols = k - k0 < 32 ? k - k0 : 32;
         Guarded<typename G::elem> packed(32 * G::padded(n));
-        G::template pack_nf4_nn<T>(packed.data(), w, k0, cols);
+        G::template pack_nf4_nn<T>(packed.data(), w, k0, cols, 0, w.n);
         const auto got = unpack_b<G>(packed.data(), n);
         for (int64_t row = 0; row < n; ++row)
           for (int64_t c = 0; c < 32; ++c) {

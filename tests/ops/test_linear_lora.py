@@ -68,6 +68,11 @@ CASES = {
     "widest-adapter": (40, 192, [(72, 256, True)]),
     "eight-layers": (33, 64, [(40, 8, bool(i % 2)) for i in range(8)]),
     "several-slices": (5, 2100, [(260, 16, False)]),
+    # Reductions that are cut: beyond 4,096 in bf16, 2,048 in fp32.
+    "long-rows": (70, 4160, [(96, 8, True), (40, 0, False)]),
+    "long-odd-rows": (33, 4163, [(35, 3, True)]),
+    "long-columns-across-layers": (70, 96, [(1500, 4, False), (2100, 0, False), (1027, 3, False)]),
+    "long-columns-straddling-blocks": (33, 35, [(4163, 3, True)]),
 }
 
 

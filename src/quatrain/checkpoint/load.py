@@ -18,6 +18,7 @@ from quatrain.checkpoint import names
 from quatrain.checkpoint.cache import BaseCache, Made
 from quatrain.checkpoint.source import ModelSource, TensorInfo
 from quatrain.errors import KernelError, ModelError
+from quatrain.memory.process import large_frees_returned
 from quatrain.model.params import BlockParams, ModelParams
 from quatrain.model.spec import LINEARS
 from quatrain.ops.linear_lora import Linear
@@ -79,7 +80,7 @@ def _convert(
     """Every tensor as the model holds it, by name; a head that is tied to the embedding is left out. `linear` makes the
     weight of a block's linear from its name and what the source holds."""
     loaded: dict[str, torch.Tensor | Nf4Tensor] = {}
-    with one_thread():
+    with one_thread(), large_frees_returned():
         for name, tensor in source.tensors():
             if names.ignorable(name):
                 continue
