@@ -11,7 +11,7 @@ HOLES = """
 import sys, torch
 from contextlib import nullcontext
 from quatrain.memory.process import large_frees_returned, resident_bytes
-torch.ones(1 << 20)
+torch.ones(7 << 20)  # freed at once: from now on glibc takes less than that from its heap
 before, kept = resident_bytes(), []
 with large_frees_returned() if sys.argv[1] == "returned" else nullcontext():
     for i in range(30):  # each too large for the hole that the one before has left
