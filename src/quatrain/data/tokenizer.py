@@ -273,7 +273,10 @@ class Tokenizer:
     # Copies and files
 
     def with_chat_template(self, template: str | None) -> Tokenizer:
-        """The same tokenizer with another chat template, which `save` then writes."""
+        """The same tokenizer with another chat template, which `save` then writes. With its own it is itself: what
+        depends on a template takes a third of a second to work out, and is kept."""
+        if template == self.chat_template:
+            return self
         clone = copy.copy(self)
         for name in ("guarded_tokens", "_marks", "_guard_pattern", "_twin"):
             clone.__dict__.pop(name, None)  # these depend on the template
