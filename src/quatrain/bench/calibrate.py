@@ -1,29 +1,22 @@
 """A few training steps of a small piece of a run's model, in its shapes, to tell how long the whole will take.
 
 The piece is one or two of its layers with random weights and its micro-batches' own rows. Every op is timed; the sums
-by part become the run's `Rates`. Measured rates are kept in the cache folder, by machine, versions and shape.
+by part become the run's `Rates`. They are measured at each start and not kept: on a machine that does other work too
+they are those of the moment, and kept ones from a busy hour told 12 minutes of a run that took 1:36.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import hashlib
-import json
-import platform
 import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-
-import torch
+from dataclasses import dataclass, replace
 
 from quatrain.bench.shapes import RandomWeights
-from quatrain.checkpoint.atomic import write_file
 from quatrain.config import InstructConfig
-from quatrain.data.disk import cache_folder
 from quatrain.data.row import IGNORE, Row
 from quatrain.engine.layout import Layout
 from quatrain.errors import QuatrainError
@@ -31,10 +24,8 @@ from quatrain.model.adapters import match_targets
 from quatrain.model.spec import ModelSpec
 from quatrain.train.forecast import Rates
 from quatrain.train.pipeline import InstructPipeline
-from quatrain.train.record import versions
 from quatrain.train.workload import Load, training_flops
 
-FOLDER = "rates"
 LAYERS, LEAST_TOKENS, REPEATS = 2, 32, 3
 _TABLE = 1 << 22
 """Values of the embedding table at most: a larger vocabulary is cut, and the head's time scaled."""
@@ -52,18 +43,6 @@ class Piece:
     @property
     def tokens(self) -> int:
         return sum(map(len, self.rows))
-
-    def key(self, layout: Layout) -> str:
-        """All that decides the rates, hashed. Lengths count by their size only."""
-        shape = replace(self.spec, vocab_size=0)
-        sizes = [self.tokens.bit_length(), max(map(len, self.rows)).bit_length(), len(self.rows).bit_length()]
-        made = [
-            platform.machine(), _cpu(), torch.get_num_threads(), layout.backend.name, str(layout.compute_dtype),
-            repr(shape), self.config.lora_rank, self.config.lora_targets, self.config.lora_dropout > 0,
-            self.config.quantize, self.config.double_quant, self.config.train_norms, self.config.clip, sizes,
-            versions(),
-        ]  # fmt: skip
-        return hashlib.sha256(json.dumps(made, default=str, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def piece_of(spec: ModelSpec, config: InstructConfig, rows: Sequence[Row], most_flops: float) -> Piece:
@@ -141,36 +120,13 @@ def _rates(pipe: InstructPipeline, piece: Piece, walls: list[float]) -> Rates:
 
 
 def rates_of(
-    spec: ModelSpec, layout: Layout, config: InstructConfig, rows: Sequence[Row], *, most_flops: float, fresh: bool
+    spec: ModelSpec, layout: Layout, config: InstructConfig, rows: Sequence[Row], *, most_flops: float
 ) -> Rates | None:
-    """The kept rates of this machine and shape, or measured ones (always with `fresh`); None where none can be had: on
-    a GPU, whose steps are not a sum of ops, and where not even the piece fits."""
+    """The rates of this machine as it is now, for this shape; None where none can be had: on a GPU, whose steps are not
+    a sum of ops, and where not even the piece fits."""
     if layout.device != "cpu":
         return None
-    piece = piece_of(spec, config, rows, most_flops)
-    path = cache_folder(config.cache_dir) / FOLDER / f"{piece.key(layout)}.json"
-    if not fresh and config.cache and (kept := _read(path)) is not None:
-        return kept
     try:
-        rates = calibrate(piece, layout)
+        return calibrate(piece_of(spec, config, rows, most_flops), layout)
     except QuatrainError:
         return None
-    if config.cache:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(path, json.dumps(asdict(rates)).encode())
-    return rates
-
-
-def _read(path: Path) -> Rates | None:
-    try:
-        return Rates(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _cpu() -> str:
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith("model name"))
-    return platform.processor()

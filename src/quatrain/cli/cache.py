@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +19,7 @@ HELP = """List or clear what is kept on disk: quantised models and tokenised dat
 A model is quantised once, data files are tokenised once; later starts map the result, as long as the contents of the
 files, the template and the settings are the same.
 Every entry is verified in full before it is used: one that is damaged is written again, and all can be deleted any
-time; with them go the small files of measured rates that time estimates come from. The folder is $QUATRAIN_CACHE_DIR,
-else quatrain in $XDG_CACHE_HOME or ~/.cache.
+time. The folder is $QUATRAIN_CACHE_DIR, else quatrain in $XDG_CACHE_HOME or ~/.cache.
 
 Example: quatrain cache --clear all
 """
@@ -36,7 +34,6 @@ def command(
     cache_dir: Annotated[str | None, typer.Option("--cache-dir", metavar="FOLDER", help="another cache folder")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    from quatrain.bench.calibrate import FOLDER as RATES
     from quatrain.checkpoint.cache import BaseCache
     from quatrain.cli.console import block, megabytes, several, stdout
     from quatrain.data.cache import RowCache
@@ -49,8 +46,6 @@ def command(
         if clear is not None:
             key = None if clear == "all" else _one_key(clear, shown)
             shown = [entry for cache in caches for entry in cache.clear(key)]
-            if key is None and (folder / RATES).is_dir():
-                shutil.rmtree(folder / RATES)
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror or error}") from error
     shown.sort(key=lambda entry: -entry.last_used)

@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 TRAIN_FLOPS, PLAN_FLOPS = 2e10, 3e11
 
 
-def measured(it: Preparation, forecast: Forecast, *, fresh: bool) -> Rates | None:
-    """This machine's rates for a run: with `fresh` measured now, else the kept ones where there are some."""
+def measured(it: Preparation, forecast: Forecast, most_flops: float) -> Rates | None:
+    """This machine's rates for a run, from steps of `most_flops` at most."""
     from quatrain.bench.calibrate import rates_of
 
-    most = PLAN_FLOPS if fresh else TRAIN_FLOPS
-    return rates_of(it.source.spec, it.layout, it.config, forecast.sample(), most_flops=most, fresh=fresh)
+    return rates_of(it.source.spec, it.layout, it.config, forecast.sample(), most_flops=most_flops)
 
 
 def work(console: Console, forecast: Forecast) -> None:

@@ -98,7 +98,7 @@ def _plan_run(console: Console, settings: Settings, measure: bool, as_json: bool
         return layout_of(it.source, config, micro_batches, sample_tokens(it.prompts), absent_gpu=True)
 
     found = knobs(Setup(it.source.spec, it.config, it.layout, lay, it.batching, it.prepared.validation))
-    rates = shown.measured(it, forecast, fresh=True) if measure else None
+    rates = shown.measured(it, forecast, shown.PLAN_FLOPS) if measure else None
     if not as_json:
         show.preparation(console, it)
         shown.work(console, forecast)

@@ -55,7 +55,7 @@ class TerminalReporter(Reporter):
 
         forecast = Forecast(preparation)
         shown.work(self.console, forecast)
-        shown.time(self.console, forecast, shown.measured(preparation, forecast, fresh=False))
+        shown.time(self.console, forecast, shown.measured(preparation, forecast, shown.TRAIN_FLOPS))
 
     def started(self, step: int, total_steps: int) -> None:
         self.began = self.printed = time.monotonic()
