@@ -279,6 +279,9 @@ std::vector<Case> cases() {
       {95, 33, {{32, 2, true, true, false}, {1, 65, true, false, false}}, false, false},
       // k a multiple of neither 32 nor 64 with slices that do not all have the same number of blocks.
       {9, 1000, {{290, 7, true, true, false}}, true, true},
+      // Reductions that are cut: the forward's, then the backward's, in the middle of a layer.
+      {35, 4224, {{33, 3, true, true, true}}, false, true},
+      {35, 40, {{1100, 0, true, false, false}, {3100, 2, true, true, true}}, false, false},
   };
 }
 
