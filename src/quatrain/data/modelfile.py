@@ -67,7 +67,7 @@ def go_template(renderer: ChatRenderer, *, bos_added: bool, system_needed: bool 
             return _checked(renderer, bos, takes_system=True)
         except DataError as caught:
             error = caught
-        no_system = "the chat template has its system text where Ollama's TEMPLATE cannot have it"
+        no_system = "the chat template moves its system text about, which the TEMPLATE does not"
     try:
         if error is None or not system_needed:
             template = _checked(renderer, bos, takes_system=False)

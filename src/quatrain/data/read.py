@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO, Any
 
+from quatrain.data.json_array import SPACE, ArrayReader
 from quatrain.data.outcome import Record, RowError, Skipped, without_fill
 from quatrain.data.paths import SUPPORTED
 from quatrain.data.tokenizer import replace_surrogates
@@ -24,9 +26,9 @@ from quatrain.errors import DataError
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 _ARROW = b"\xff\xff\xff\xff"  # a stream of record batches, as `datasets` saves them
 _BOM, _UTF16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
-_SPACE = " \t\r\n"  # what JSON takes for white space; str.strip() takes more
 _SNIFF_BYTES = 1 << 16
 _LARGEST_OBJECT = 1 << 26
+_UNPACK_BYTES = 1 << 20
 _TABLE_ROWS = 128  # turned into Python values at once
 _LONGEST_FIELD = 2**31 - 1  # csv's own limit is 128 KiB
 
@@ -152,7 +154,7 @@ def _read_jsonl(path: Path) -> Iterator[Record | Skipped]:
             source = f"{path}:{number}"
             try:
                 text = _decode(line.removeprefix(_BOM) if number == 1 else line).rstrip("\r\n")
-                if text.strip(_SPACE):
+                if text.strip(SPACE):
                     yield Record(_parse(text), source)
             except RowError as error:
                 yield error.at(source)
@@ -168,62 +170,13 @@ def _decode(line: bytes) -> str:
 def _read_json(path: Path) -> Iterator[Record | Skipped]:
     """The elements of one array (or a single object), each with the line it starts on."""
     with _open(path) as file:
-        raw = file.read().removeprefix(_BOM)
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: not UTF-8 at byte {error.start + 1} of the file") from error
-    del raw
-    if text.lstrip().startswith("{"):
-        line = text[: text.index("{")].count("\n") + 1
-        yield Record(_parse(text), f"{path}:{line}")
-        return
-    yield from _array_elements(path, text)
-
-
-def _array_elements(path: Path, text: str) -> Iterator[Record | Skipped]:
-    line, counted = 1, 0
-
-    def fail(at: int, problem: str) -> DataError:
-        column = at - text.rfind("\n", 0, at)
-        return DataError(f"{path}:{text.count(chr(10), 0, at) + 1}: column {column}: {problem}")
-
-    at = _skip_space(text, 0)
-    if text[at : at + 1] != "[":
-        raise fail(at, "want a JSON array of objects, or one object on each line")
-    at = _skip_space(text, at + 1)
-    first = True
-    while text[at : at + 1] != "]":
-        if not first:
-            if text[at : at + 1] != ",":
-                raise fail(at, "want a comma or the end of the array" if at < len(text) else "the array is cut short")
-            comma, at = at, _skip_space(text, at + 1)
-            if text[at : at + 1] == "]":
-                raise fail(comma, "trailing comma before the end of the array")
-        line, counted = line + text.count("\n", counted, at), at
-        first = False
-        try:
-            value, at = _DECODER.raw_decode(text, at)
-            yield Record(_object(value), f"{path}:{line}")
-        except json.JSONDecodeError as error:
-            problem = "trailing comma" if text[: error.pos].rstrip().endswith(",") else f"not JSON: {error.msg}"
-            raise fail(error.pos, problem) from error
-        except RecursionError as error:
-            raise fail(at, "nested too deeply") from error
-        except RowError as error:
-            if error.reason != "not an object":  # the place where the element ends is unknown
-                raise DataError(f"{path}:{line}: {error}") from error
-            yield error.at(f"{path}:{line}")
-        at = _skip_space(text, at)
-    if text[at + 1 :].strip():
-        raise fail(_skip_space(text, at + 1), "text after the end of the array")
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in _SPACE:
-        at += 1
-    return at
+        if file.read(len(_BOM)) != _BOM:
+            file.seek(0)
+        for line, value in ArrayReader(file, path, _DECODER).elements():
+            try:
+                yield Record(_object(value), f"{path}:{line}")
+            except RowError as error:
+                yield error.at(f"{path}:{line}")
 
 
 # Tables
@@ -270,7 +223,9 @@ def _read_parquet(path: Path) -> Iterator[Record | Skipped]:
     def batches(source: Any) -> Any:
         import pyarrow.parquet as parquet
 
-        return parquet.ParquetFile(source).iter_batches(batch_size=_TABLE_ROWS)
+        file = parquet.ParquetFile(source)
+        for group in range(file.num_row_groups):  # asked for all of them, pyarrow keeps what it has read
+            yield from file.iter_batches(batch_size=_TABLE_ROWS, row_groups=[group])
 
     return _table_rows(path, "Parquet", batches)
 
@@ -292,8 +247,7 @@ def _table_rows(path: Path, kind: str, batches: Callable[[Any], Any]) -> Iterato
     except ImportError as error:
         hint = "install it with: pip install 'quatrain[parquet]'"
         raise DataError(f"{path}: reading {kind} needs pyarrow, which is not installed", hint=hint) from error
-    with _open(path) as file:
-        source: Any = io.BytesIO(file.read()) if _is_gzip(path) else file  # Parquet is read from its end
+    with _seekable(path) as source:
         number = 0
         try:
             for batch in batches(source):
@@ -302,6 +256,24 @@ def _table_rows(path: Path, kind: str, batches: Callable[[Any], Any]) -> Iterato
                     yield Record({name: without_fill(value) for name, value in values.items()}, f"{path}:{number}")
         except (arrow.ArrowException, OSError) as error:
             raise DataError(f"{path}: broken {kind} file after row {number}: {error}") from error
+
+
+@contextmanager
+def _seekable(path: Path) -> Iterator[IO[bytes]]:
+    """The file's bytes. Parquet is read from its end, so a gzipped file is decompressed to a temporary one first."""
+    if not _is_gzip(path):
+        with open(path, "rb") as file:
+            yield file
+        return
+    with gzip.open(path, "rb") as packed, TemporaryFile() as unpacked:
+        while piece := packed.read(_UNPACK_BYTES):
+            try:
+                unpacked.write(piece)
+            except OSError as error:
+                hint = "free some space, or let TMPDIR name a folder on a larger disk"
+                raise DataError(f"{path}: cannot be decompressed: {error.strerror or error}", hint=hint) from error
+        unpacked.seek(0)
+        yield unpacked
 
 
 _READERS = {
