@@ -239,3 +239,34 @@ def test_disk_and_the_rest_for_people(world: Path, tmp_path: Path, capsys: pytes
     assert "tokens an epoch" in said and "TFLOP" in said and "checkpoints of" in said and "time" not in said.split()
     assert main(["plan", "--model", str(world / "model"), "--json"]) == 0
     assert "knobs" in json.loads(capsys.readouterr().out)
+
+
+def test_the_table_of_plan_opens_every_run(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train` shows what `plan` showed, before its first step; a resumed run has no time estimate, the rest again."""
+    more = ["--max-steps", "2", "--save-every", "1", "--lora-rank", "64", "--cache-dir", str(tmp_path / "cache")]
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["plan", *words(world, *more, *out)]) == 0
+    planned = _table(capsys.readouterr().out)
+    assert list(planned) == ["work", "time", "disk", "knobs"] and len(planned["knobs"]) > 2
+    assert main(["train", *words(world, *more, *out)]) == 0
+    before, _, after = capsys.readouterr().out.partition("loading the model")
+    opened = _table(before)
+    assert list(opened) == list(planned) and not _table(after)
+    for name in ("work", "knobs"):
+        assert opened[name] == planned[name]
+    assert opened["disk"][0].partition(";")[0] == planned["disk"][0].partition(";")[0]  # what is free may differ
+    assert main(["train", "--resume", *out]) == 0
+    again = _table(capsys.readouterr().out)
+    assert list(again) == ["work", "disk", "knobs"] and again["work"] == planned["work"]
+
+
+def _table(said: str) -> dict[str, list[str]]:
+    """The blocks of the table in what a command said: label, lines."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in said.splitlines():
+        label, text = line[:11].strip(), line[11:].strip()
+        if label:
+            lines = found.setdefault(label, []) if label in ("work", "time", "disk", "knobs") else []
+        lines.append(text)
+    return found

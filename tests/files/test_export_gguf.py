@@ -268,7 +268,7 @@ def plain(template: str) -> str:
         (QWEN3, None, ["takes <think> out of earlier answers"]),
         (plain(LLAMA31), None, ["strips white space around texts (user, assistant, system)", "today's date"]),
         (plain(LLAMA31), "2001-02-03", ["strips white space"]),
-        (MISTRAL3, None, ["its system text where Ollama's TEMPLATE cannot have it"]),
+        (MISTRAL3, None, ["moves its system text about"]),
     ],
     ids=["smollm2", "qwen2.5", "qwen3", "llama3.1", "llama3.1-dated", "mistral-v3"],
 )  # fmt: skip

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from quatrain.bench.calibrate import rates_of
 from quatrain.cli.console import block, columns, count, duration, megabytes, several
+from quatrain.train.forecast import Forecast, Rates, TimeEstimate
+from quatrain.train.knobs import Knob, Setup, knobs
+from quatrain.train.run import Preparation, layout_of
+from quatrain.train.watch import sample_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from quatrain.train.forecast import Forecast, Rates, TimeEstimate
-    from quatrain.train.knobs import Knob
+    from quatrain.config import InstructConfig
+    from quatrain.engine.layout import Layout
     from quatrain.train.preflight import DiskNeed
-    from quatrain.train.run import Preparation
 
 # FLOPs of a measured step: `train` must not start a second later for it, `plan` may take longer.
 TRAIN_FLOPS, PLAN_FLOPS = 2e10, 3e11
@@ -21,9 +26,27 @@ TRAIN_FLOPS, PLAN_FLOPS = 2e10, 3e11
 
 def measured(it: Preparation, forecast: Forecast, most_flops: float) -> Rates | None:
     """This machine's rates for a run, from steps of `most_flops` at most."""
-    from quatrain.bench.calibrate import rates_of
-
     return rates_of(it.source.spec, it.layout, it.config, forecast.sample(), most_flops=most_flops)
+
+
+def run_knobs(it: Preparation) -> list[Knob]:
+    """What each knob would save in a run, by laying it out again."""
+
+    def lay(config: InstructConfig, micro_batches: int) -> Layout:
+        return layout_of(it.source, config, micro_batches, sample_tokens(it.prompts), absent_gpu=True)
+
+    return knobs(Setup(it.source.spec, it.config, it.layout, lay, it.batching, it.prepared.validation))
+
+
+def table(console: Console, it: Preparation, most_flops: float | None) -> None:
+    """What a run will take, as `plan` and `train` show it: work, time, disk and knobs. The time comes from steps of
+    `most_flops` at most and is left out where that is None."""
+    forecast = Forecast(it)
+    work(console, forecast)
+    if most_flops is not None:
+        time(console, forecast, measured(it, forecast, most_flops))
+    disk(console, forecast.disk())
+    show_knobs(console, run_knobs(it))
 
 
 def work(console: Console, forecast: Forecast) -> None:
@@ -70,7 +93,7 @@ def disk(console: Console, need: DiskNeed) -> None:
     block(console, "disk", lines, "bold cyan" if need.free > need.run_bytes + need.cache else "yellow")
 
 
-def knobs(console: Console, found: Sequence[Knob]) -> None:
+def show_knobs(console: Console, found: Sequence[Knob]) -> None:
     """One line for each knob: what it saves, what it does to the work, what it costs."""
     if not found:
         return
@@ -83,12 +106,12 @@ def knobs(console: Console, found: Sequence[Knob]) -> None:
     block(console, "knobs", [lines[0], *(f"{line}  {knob.cost}" for line, knob in zip(lines[1:], found, strict=True))])
 
 
-def as_json(forecast: Forecast, rates: Rates | None, found: Sequence[Knob]) -> dict[str, Any]:
-    """Everything above, for machines. `time` is null where nothing was measured."""
-    from dataclasses import asdict
-
+def as_json(it: Preparation, most_flops: float | None) -> dict[str, Any]:
+    """The table for machines. `time` is null where nothing was measured."""
+    forecast = Forecast(it)
+    rates = measured(it, forecast, most_flops) if most_flops is not None else None
     time = None if rates is None else {**asdict(forecast.time(rates)), "rates": asdict(rates)}
-    return {**forecast.as_json(), "time": time, "knobs": [knob.as_json() for knob in found]}
+    return {**forecast.as_json(), "time": time, "knobs": [knob.as_json() for knob in run_knobs(it)]}
 
 
 def _value(value: Any) -> str:

@@ -85,28 +85,16 @@ def _plan_run(console: Console, settings: Settings, measure: bool, as_json: bool
     from quatrain.cli import forecast as shown
     from quatrain.cli import show
     from quatrain.cli.progress import TerminalReporter
-    from quatrain.train.forecast import Forecast
-    from quatrain.train.knobs import Setup, knobs
     from quatrain.train.reporter import Reporter
-    from quatrain.train.run import layout_of, prepare_run
-    from quatrain.train.watch import sample_tokens
+    from quatrain.train.run import prepare_run
 
     it = prepare_run(settings, Reporter() if as_json else TerminalReporter(), absent_gpu=True)
-    forecast = Forecast(it)
-
-    def lay(config: InstructConfig, micro_batches: int) -> Layout:
-        return layout_of(it.source, config, micro_batches, sample_tokens(it.prompts), absent_gpu=True)
-
-    found = knobs(Setup(it.source.spec, it.config, it.layout, lay, it.batching, it.prepared.validation))
-    rates = shown.measured(it, forecast, shown.PLAN_FLOPS) if measure else None
-    if not as_json:
-        show.preparation(console, it)
-        shown.work(console, forecast)
-        if measure:
-            shown.time(console, forecast, rates)
-        shown.disk(console, forecast.disk())
-        shown.knobs(console, found)
-    return it.layout, shown.as_json(forecast, rates, found)
+    most_flops = shown.PLAN_FLOPS if measure else None
+    if as_json:
+        return it.layout, shown.as_json(it, most_flops)
+    show.preparation(console, it)
+    shown.table(console, it, most_flops)
+    return it.layout, {}
 
 
 def _plan_model(console: Console, settings: Settings, as_json: bool) -> tuple[Layout, dict[str, Any]]:
@@ -133,7 +121,7 @@ def _plan_model(console: Console, settings: Settings, as_json: bool) -> tuple[La
         show.model(console, source, config, layout)
         block(console, "capacity", [f"{config.capacity} tokens a micro-batch (give --data to plan for it)"])
         show.plan(console, layout)
-        shown.knobs(console, found)
+        shown.show_knobs(console, found)
     return layout, {"knobs": [knob.as_json() for knob in found]}
 
 

@@ -44,18 +44,12 @@ class TerminalReporter(Reporter):
             self.console.print(f"{text} …", style="dim")
 
     def prepared(self, preparation: Preparation) -> None:
+        from quatrain.cli.forecast import TRAIN_FLOPS, table
+
         self.device = preparation.layout.device
         show.preparation(self.console, preparation)
-        if not preparation.settings.run.resume:  # a resumed run knows its speed after its first step
-            self._forecast(preparation)
-
-    def _forecast(self, preparation: Preparation) -> None:
-        from quatrain.cli import forecast as shown
-        from quatrain.train.forecast import Forecast
-
-        forecast = Forecast(preparation)
-        shown.work(self.console, forecast)
-        shown.time(self.console, forecast, shown.measured(preparation, forecast, shown.TRAIN_FLOPS))
+        again = preparation.settings.run.resume  # a resumed run knows its speed after its first step
+        table(self.console, preparation, None if again else TRAIN_FLOPS)
 
     def started(self, step: int, total_steps: int) -> None:
         self.began = self.printed = time.monotonic()

@@ -99,7 +99,7 @@ def steps(console: Console, it: Preparation) -> None:
         console,
         "steps",
         [
-            f"{count(it.total_steps)} optimizer steps, {warmup}; {batch_line(it.batching)}",
+            f"{several(it.total_steps, 'optimizer step')}, {warmup}; {batch_line(it.batching)}",
             f"learning rate {schedule.peak:g}, {schedule.kind}"
             + (f", floor {schedule.floor:g} of it" if schedule.floor else ""),
         ],
