@@ -45,10 +45,15 @@ const qt::Kernels *kernels_of(int32_t isa, int32_t dtype) {
 }
 
 #if defined(__x86_64__)
-// The kernel hands out the tile registers on request, once for the process and all its threads.
-bool amx_permitted() {
-#if defined(__linux__)
+// Whether the CPU has the tile registers, and the kernel hands them out: on request, once for the process and all its
+// threads.
+bool has_amx() {
+#if defined(QT_EMULATED_AMX)
+  return true;
+#elif defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
   static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return permitted;
 #else
@@ -63,7 +68,6 @@ bool cpu_has(int32_t isa) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   unsigned a = 0, b = 0, c = 0, d = 0;
   const bool bf16 = avx512 && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-  const bool amx = bf16 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
   switch (isa) {
     case QT_AVX2:
       return avx2;
@@ -72,7 +76,7 @@ bool cpu_has(int32_t isa) {
     case QT_AVX512_BF16:
       return bf16;
     case QT_AMX_BF16:
-      return amx && amx_permitted();
+      return bf16 && has_amx();
     default:
       return false;
   }

@@ -11,6 +11,9 @@
 
 #include "common.h"
 #include "nf4.h"
+#if defined(QT_EMULATED_AMX)
+#include "emulated_tiles.h"
+#endif
 
 namespace qt::QT_ISA {
 
@@ -279,7 +282,7 @@ struct GemmDot : TilePacking {
   }
 };
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(QT_EMULATED_AMX)
 struct GemmAmx : TilePacking {
   // Eight tiles of 16 rows of 64 bytes.
   struct alignas(64) Config {

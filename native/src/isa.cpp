@@ -21,7 +21,7 @@ using F32 = GemmF32<4, 16>;
 using F32 = GemmF32<2, 16>;
 #endif
 
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(QT_EMULATED_AMX)
 using Bf16 = GemmAmx;
 #elif defined(__AVX512BF16__)
 using Bf16 = GemmDot;

@@ -290,7 +290,7 @@ QT_ISA_TEST(dot_blocks) {
   check_blocks<GemmDot, bf16>();
 }
 #endif
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(QT_EMULATED_AMX)
 QT_ISA_TEST(amx_blocks) {
   QT_NEEDS_ISA();
   check_blocks<GemmAmx, float>();
@@ -422,7 +422,7 @@ QT_ISA_TEST(nf4_packs_exactly) {
 #if defined(__AVX512BF16__)
   check_nf4<GemmDot, bf16>();
 #endif
-#if defined(__AMX_BF16__)
+#if defined(__AMX_BF16__) || defined(QT_EMULATED_AMX)
   check_nf4<GemmAmx, bf16>();
 #endif
 }
