@@ -15,7 +15,7 @@ namespace qt::QT_ISA {
 // A weight slice in a thread's buffer: half of a common second-level cache, and at most this many blocks of 32 columns.
 constexpr int64_t kSliceBytes = 1 << 20;
 constexpr int64_t kSliceBlocks = 16;
-constexpr int64_t kFewBlocks = 4;
+constexpr int64_t kFewBlocks = 6;
 
 // How the columns of an output and its reduction are cut: slices of `blocks` column blocks, over `length` of the reduction at
 // a time. That is all of it while a slice then holds more than a few blocks. Beyond, the other operand would be read from
