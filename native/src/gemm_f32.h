@@ -1,6 +1,7 @@
 // Blocks of 32 x 32 from packed fp32 panels: the product kernel of every ISA without bf16 products.
 //
-//   A block: [32 / MR][k][MR]      MR rows side by side for each k, so that a row's element is one broadcast
+//   A block: panels of [k][MR]     MR rows side by side for each k, so that a row's element is one broadcast; where MR does
+//                                  not divide 32, panels of four rows follow
 //   B block: [k][32]
 //
 // Activations of either type are widened at packing. The compiler turns the fixed-size loops into registers; MR and NC
@@ -15,25 +16,40 @@ namespace qt::QT_ISA {
 template <int MR, int NC>
 struct GemmF32 {
   using elem = float;
-  static constexpr int64_t kRows = MR;
+  // Rows in panels of MR; those that follow are in panels of four.
+  static constexpr int64_t kWhole = 32 % MR ? (32 - 4) / MR * MR / 4 * 4 : 32;
+  static_assert(kWhole % MR == 0 && (32 - kWhole) % 4 == 0, "");
+  struct Panel {
+    int64_t first, rows;
+  };
+  static Panel panel_of(int64_t r) { return r < kWhole ? Panel{r / MR * MR, MR} : Panel{r / 4 * 4, 4}; }
+  // Row r of an A block of `k` steps: its element of step i is [i * panel_of(r).rows].
+  static elem *row_a(elem *block, int64_t r, int64_t k) {
+    const Panel panel = panel_of(r);
+    return block + panel.first * k + r - panel.first;
+  }
   static int64_t padded(int64_t k) { return k; }
   static void thread_begin() {}
   static void thread_end() {}
 
   template <class T>
   static void pack_a(elem *dst, const T *src, int64_t ld, int64_t rows, int64_t k) {
-    for (int64_t sub = 0; sub < 32; sub += MR, dst += MR * k)
-      for (int64_t r = 0; r < MR; ++r)
-        for (int64_t i = 0; i < k; ++i) dst[i * MR + r] = sub + r < rows ? to_float(src[(sub + r) * ld + i]) : 0.0f;
+    for (int64_t r = 0; r < 32; ++r) {
+      elem *row = row_a(dst, r, k);
+      const int64_t step = panel_of(r).rows;
+      for (int64_t i = 0; i < k; ++i) row[i * step] = r < rows ? to_float(src[r * ld + i]) : 0.0f;
+    }
   }
   // Blocks whose reduction is longer (`total`) than the source's k end in zeros.
   template <class T>
   static void pack_a_t(elem *dst, const T *src, int64_t ld, int64_t k, int64_t rows, int64_t total = 0) {
     if (total < k) total = k;
-    for (int64_t sub = 0; sub < 32; sub += MR, dst += MR * total)
+    for (Panel panel{0, 0}; panel.first < 32; panel.first += panel.rows) {
+      panel = panel_of(panel.first);
       for (int64_t i = 0; i < total; ++i)
-        for (int64_t r = 0; r < MR; ++r)
-          dst[i * MR + r] = i < k && sub + r < rows ? to_float(src[i * ld + sub + r]) : 0.0f;
+        for (int64_t r = panel.first; r < panel.first + panel.rows; ++r)
+          *dst++ = i < k && r < rows ? to_float(src[i * ld + r]) : 0.0f;
+    }
   }
   template <class T>
   static void pack_b_nt(elem *dst, const T *src, int64_t ld, int64_t cols, int64_t k, float scale = 1.0f) {
@@ -52,17 +68,15 @@ struct GemmF32 {
     alignas(64) float row[32];
     store16(row, low);
     store16(row + 16, high);
-    float *to = block + r / MR * MR * 32 + r % MR;
-    for (int64_t i = 0; i < 32; ++i) to[i * MR] = row[i];
+    for (int64_t i = 0; i < 32; ++i) at_a(block, r, i) = row[i];
   }
   static void get_row_a(const elem *block, int64_t r, f32x16 *low, f32x16 *high) {
     alignas(64) float row[32];
-    const float *from = block + r / MR * MR * 32 + r % MR;
-    for (int64_t i = 0; i < 32; ++i) row[i] = from[i * MR];
+    for (int64_t i = 0; i < 32; ++i) row[i] = at_a(const_cast<elem *>(block), r, i);
     *low = load16(row);
     *high = load16(row + 16);
   }
-  static elem &at_a(elem *block, int64_t r, int64_t i) { return block[r / MR * MR * 32 + i * MR + r % MR]; }
+  static elem &at_a(elem *block, int64_t r, int64_t i) { return row_a(block, r, 32)[i * panel_of(r).rows]; }
   static void put_pair_b(elem *block, int64_t r, f32x16 low0, f32x16 high0, f32x16 low1, f32x16 high1) {
     store16(block + r * 32, low0);
     store16(block + r * 32 + 16, high0);
@@ -112,42 +126,55 @@ struct GemmF32 {
     return 2.0 * MR * NC * static_cast<double>(iterations);
   }
 
-  // Where k = `at` of an A block is; a segment that starts there has the whole block's k as its `ld`.
-  static const elem *a_at(const elem *block, int64_t at) { return block + at * MR; }
-
-  // c [32, 32] = sum over segments of A B (+= when `accumulate`). At least the first `rows` rows and `cols` columns.
+  // Steps `from` .. `from + k` of an A block of `ld` steps (0: k), and a B block of k steps.
   struct Segment {
     const elem *a, *b;
-    int64_t k, ld = 0;  // ld 0: k
+    int64_t k, ld = 0, from = 0;
   };
+  // c [32, 32] = sum over segments of A B (+= when `accumulate`). At least the first `rows` rows and `cols` columns.
   static void block(float *c, const Segment *segments, int count, bool accumulate = false, int64_t rows = 32,
                     int64_t cols = 32) {
-    for (int64_t col = 0; col < cols; col += NC)
-      for (int64_t sub = 0; sub * MR < rows; ++sub)
-        strip(c + sub * MR * 32 + col, segments, count, accumulate, sub, col);
+    for (int64_t col = 0; col < cols; col += NC) {
+      int64_t row = 0;
+      for (; row < kWhole && row < rows; row += MR) strip<MR>(c + row * 32 + col, segments, count, accumulate, row, col);
+      if constexpr (kWhole < 32)
+        for (; row < rows; row += 4) strip<4>(c + row * 32 + col, segments, count, accumulate, row, col);
+    }
   }
 
  private:
-  // Rows of panel `sub`, NC columns from `col` on. Not inlined: among the caller's variables GCC found no room for the
-  // accumulators (AVX2's forward was 25 % slower).
-  __attribute__((noinline)) static void strip(float *c, const Segment *segments, int count, bool accumulate, int64_t sub,
+  // The panel that begins with `row`, NC columns from `col` on. Not inlined: among the caller's variables GCC found no room
+  // for the accumulators (AVX2's forward was 25 % slower).
+  template <int Rows>
+  __attribute__((noinline)) static void strip(float *c, const Segment *segments, int count, bool accumulate, int64_t row,
                                               int64_t col) {
     constexpr int kVecs = NC / 16;
-    f32x16 acc[MR][kVecs];
-    for (int r = 0; r < MR; ++r)
+    f32x16 acc[Rows][kVecs];
+    for (int r = 0; r < Rows; ++r)
       for (int v = 0; v < kVecs; ++v) acc[r][v] = accumulate ? load16(c + r * 32 + v * 16) : splat(0.0f);
     for (int s = 0; s < count; ++s) {
-      const float *a = segments[s].a + sub * MR * (segments[s].ld ? segments[s].ld : segments[s].k);
-      const float *b = segments[s].b + col;
-      for (int64_t i = 0; i < segments[s].k; ++i, a += MR, b += 32)
+      const Segment &one = segments[s];
+      const float *a = one.a + row * (one.ld ? one.ld : one.k) + one.from * Rows, *b = one.b + col;
+      for (int64_t i = 0; i < one.k; ++i, a += Rows, b += 32)
         for (int v = 0; v < kVecs; ++v) {
           const f32x16 bv = load16(b + v * 16);
-          for (int r = 0; r < MR; ++r) acc[r][v] += a[r] * bv;
+          for (int r = 0; r < Rows; ++r) acc[r][v] += a[r] * bv;
         }
     }
-    for (int r = 0; r < MR; ++r)
+    for (int r = 0; r < Rows; ++r)
       for (int v = 0; v < kVecs; ++v) store16(c + r * 32 + v * 16, acc[r][v]);
   }
 };
+
+// MR * NC / lanes accumulators leave room for the operands, and hide the latency of a sum.
+#if defined(__AVX512F__)
+using F32 = GemmF32<8, 32>;
+#elif defined(__AVX2__)
+using F32 = GemmF32<6, 16>;
+#elif defined(__aarch64__)
+using F32 = GemmF32<4, 16>;
+#else
+using F32 = GemmF32<2, 16>;
+#endif
 
 }  // namespace qt::QT_ISA

@@ -79,8 +79,11 @@ inline __m512i nf4_table(float absmax) {
 struct TilePacking {
   using elem = bf16;
   static int64_t padded(int64_t k) { return round_up(k, 32); }
-  // Where k = `at` (a multiple of 32) of an A block is.
-  static const elem *a_at(const elem *block, int64_t at) { return block + at * 32; }
+  // Steps `from` (a multiple of 32) .. `from + k` of an A block, whatever it holds in all, and a B block of k steps.
+  struct Segment {
+    const elem *a, *b;
+    int64_t k, ld = 0, from = 0;  // ld: of layouts where it matters
+  };
 
   template <class T>
   static void pack_a(elem *dst, const T *src, int64_t ld, int64_t rows, int64_t k) {
@@ -240,10 +243,6 @@ struct GemmDot : TilePacking {
     for (__m512 &a : acc) keep = keep + sum_lanes(as<f32x16>(a));
     return 2.0 * 16 * 32 * static_cast<double>(iterations);
   }
-  struct Segment {
-    const elem *a, *b;
-    int64_t k, ld = 0;  // ld: of layouts where steps of k do not follow one another
-  };
   // c [32, 32] = sum over segments of A B (+= when `accumulate`), by vdpbf16ps: pairs of k at once. At least the first
   // `rows` rows and `cols` columns.
   static void block(float *c, const Segment *segments, int count, bool accumulate = false, int64_t rows = 32,
@@ -261,7 +260,7 @@ struct GemmDot : TilePacking {
       for (int v = 0; v < V; ++v)
         acc[r][v] = accumulate ? _mm512_loadu_ps(c + (row + r) * 32 + v * 16) : _mm512_setzero_ps();
     for (int s = 0; s < count; ++s) {
-      const elem *a = segments[s].a + row * 32, *b = segments[s].b;
+      const elem *a = segments[s].a + (segments[s].from + row) * 32, *b = segments[s].b;
       int64_t k = segments[s].k;
       for (; k >= 32; k -= 32, a += 1024, b += 1024)
         for (int64_t p = 0; p < 16; ++p) pair<V>(acc, a, b, p);
@@ -312,10 +311,6 @@ struct GemmAmx : TilePacking {
     }
     return 4.0 * 2 * 16 * 16 * 32 * static_cast<double>(iterations);
   }
-  struct Segment {
-    const elem *a, *b;
-    int64_t k, ld = 0;  // ld: of layouts where steps of k do not follow one another
-  };
   // c [32, 32] = sum over segments of A B (+= when `accumulate`): 2 x 2 tiles of C in registers. At least the first
   // `rows` rows and `cols` columns: with 16 of either, half of the tiles stay out.
   static void block(float *c, const Segment *segments, int count, bool accumulate = false, int64_t rows = 32,
@@ -342,7 +337,7 @@ struct GemmAmx : TilePacking {
       if constexpr (Low && Right) _tile_zero(3);
     }
     for (int s = 0; s < count; ++s) {
-      const elem *a = segments[s].a, *b = segments[s].b;
+      const elem *a = segments[s].a + segments[s].from * 32, *b = segments[s].b;
       for (int64_t step = 0; step < segments[s].k; step += 32, a += 1024, b += 1024) {
         _tile_loadd(4, a, 64);
         _tile_loadd(6, b, 64);

@@ -12,15 +12,6 @@
 namespace qt {
 namespace QT_ISA {
 
-// Register blocks of MR rows and NC columns: MR * NC / lanes accumulators leave room for the operands.
-#if defined(__AVX512F__)
-using F32 = GemmF32<8, 32>;
-#elif defined(__AVX2__) || defined(__aarch64__)
-using F32 = GemmF32<4, 16>;
-#else
-using F32 = GemmF32<2, 16>;
-#endif
-
 #if defined(__AMX_BF16__) || defined(QT_EMULATED_AMX)
 using Bf16 = GemmAmx;
 #elif defined(__AVX512BF16__)

@@ -155,8 +155,8 @@ struct Linear {
       G::pack_a(dst, x, k, rows, k);
       for (int64_t r = 0; r < rows; ++r) {
         const uint32_t token = dropout_token(dropout.keys[first + r], index);
-        elem *row = dst + r / G::kRows * G::kRows * k + r % G::kRows;
-        for (int64_t i = 0; i < k; ++i) row[i * G::kRows] *= dropout_factor(token, i, dropout.p);
+        elem *row = G::row_a(dst, r, k);
+        for (int64_t i = 0; i < k; ++i) row[i * G::panel_of(r).rows] *= dropout_factor(token, i, dropout.p);
       }
     }
   }
@@ -200,7 +200,7 @@ struct Linear {
           for (int64_t b = 0; b < nb; ++b) {
             float *c = f.sums_size ? f.sums + thread * f.sums_size + (m * nb + b) * 1024 : f.tiles + thread * 1024;
             const Segment segments[2] = {
-                {G::a_at(f.x + m * block_elems(k), from), slice + b * 32 * by.length, G::padded(to - from), G::padded(k)},
+                {f.x + m * block_elems(k), slice + b * 32 * by.length, G::padded(to - from), G::padded(k), from},
                 {f.u[i] + m * block_elems(l.rank), up + b * block_elems(l.rank), l.rank},
             };
             G::block(c, segments, to == k && l.rank ? 2 : 1, from > 0);
@@ -364,9 +364,9 @@ struct Linear {
         int used = 0;
         for (int64_t i = 0; i < count; ++i)
           if (begin[i] < end[i])
-            segments[used++] = {G::a_at(f.dout + (m * reduction + start[i]) * 32, begin[i]),
+            segments[used++] = {f.dout + (m * reduction + start[i]) * 32,
                                 slice + (b * by.length + start[i] + begin[i] - from) * 32, end[i] - begin[i],
-                                G::padded(linears[i].weight.n)};
+                                G::padded(linears[i].weight.n), begin[i]};
         const auto adapter = [&](int64_t i) {
           const int64_t r = linears[i].rank;
           return Segment{f.du_a[i] + m * block_elems(r), up + up_start[i] + b * block_elems(r), r};

@@ -270,14 +270,6 @@ void check_blocks() {
       }
 }
 
-#if defined(__AVX512F__)
-using F32 = GemmF32<8, 32>;
-#elif defined(__AVX2__) || defined(__aarch64__)
-using F32 = GemmF32<4, 16>;
-#else
-using F32 = GemmF32<2, 16>;
-#endif
-
 QT_ISA_TEST(f32_blocks) {
   QT_NEEDS_ISA();
   check_blocks<F32, float>();

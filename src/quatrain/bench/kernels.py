@@ -31,6 +31,9 @@ BOUNDS = {torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps, torch.float32: 1e
 roundings of eps / 2; 2 eps allows four that all point the same way. fp32: eps sqrt(n) is 1e-5 for 10,000 terms; ten
 times that allows for another order of additions and for what cancels."""
 
+_SPIN = 0.02
+"""Seconds. Torch's threads spin for some milliseconds after each of its ops, on the cores that ours want."""
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -137,7 +140,8 @@ def _count(case: Case, kernels: Kernels) -> Span:
 
 def _seconds(run: Callable[[], object], sweep: Callable[[], object], alone: Any) -> float:
     with alone:
-        sweep()  # and torch's threads, where they are not wanted, have gone to sleep when it is over
+        time.sleep(_SPIN)
+        sweep()
         start = time.perf_counter()
         run()
         return time.perf_counter() - start
