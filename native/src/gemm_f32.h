@@ -17,8 +17,8 @@ template <int MR, int NC>
 struct GemmF32 {
   using elem = float;
   // Rows in panels of MR; those that follow are in panels of four.
-  static constexpr int64_t kWhole = 32 % MR ? (32 - 4) / MR * MR / 4 * 4 : 32;
-  static_assert(kWhole % MR == 0 && (32 - kWhole) % 4 == 0, "");
+  static constexpr int64_t kWhole = 32 % MR ? 24 : 32;
+  static_assert(kWhole % MR == 0, "");
   struct Panel {
     int64_t first, rows;
   };
