@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
+from datetime import date
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -212,6 +213,13 @@ class DataOptions(Options):
     )
     val_split: float = Field(0.0, ge=0, lt=1, description="share of the rows held out for validation")
     validation: str | None = Field(None, min_length=1, description="a file of validation rows")
+
+    @field_validator("template_date")
+    @classmethod
+    def _day_exists(cls, value: str | None) -> str | None:
+        if value is not None:
+            date.fromisoformat(value)
+        return value
 
     @model_validator(mode="after")
     def _fields_agree(self) -> DataOptions:

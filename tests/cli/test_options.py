@@ -228,3 +228,8 @@ def test_a_data_entry_that_cannot_be_is_refused_in_one_line(tmp_path: Path, entr
     with pytest.raises(ConfigError, match=r"data: want \{path: FILE, weight: NUMBER\}, weight above 0") as error:
         resolve(tmp_path, f"data: [ok.jsonl, {entry}]")
     assert str(error.value).count("want") == 1
+
+
+def test_a_day_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="template_date: month must be in"):
+        resolve(tmp_path, "template_date: 2024-13-01")
