@@ -27,7 +27,7 @@ class ArrayReader:
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self._text, self._at, self._ended = "", 0, False
         self._mark, self._line, self._column = 0, 1, 1  # a place in the window and its line and column in the file
-        self._bytes = 0  # read so far
+        self._bytes = file.tell()  # read so far
 
     def elements(self) -> Iterator[tuple[int, Any]]:
         """(line that it starts on, value) of each element in order. Raises DataError with line and column at the first
@@ -70,12 +70,11 @@ class ArrayReader:
             except json.JSONDecodeError as error:
                 if self._is_cut(error) and self._more():
                     continue
-                comma = self._text[self._mark : error.pos].rstrip().endswith(",")
-                raise self._fail(error.pos, "trailing comma" if comma else f"not JSON: {error.msg}") from error
+                raise self._fail(error.pos, self._problem(error)) from error
             except RecursionError as error:
                 raise self._fail(self._at, "nested too deeply") from error
             except RowError as error:  # the decoder's own checks
-                raise DataError(f"{self._path}:{self._line}: {error}") from error
+                raise DataError(f"{self._path}:{self._line}: {error}") from None
             except ValueError as error:  # an integer with thousands of digits
                 raise self._fail(self._at, f"not JSON: {error}") from error
             if end == len(self._text) and self._more():  # a number may go on
@@ -86,6 +85,13 @@ class ArrayReader:
     def _is_cut(self, error: json.JSONDecodeError) -> bool:
         """Whether the window's end can be the reason: a string that does not end, or a fault within a literal of it."""
         return error.msg.startswith("Unterminated string") or error.pos > len(self._text) - _LONGEST_LITERAL
+
+    def _problem(self, error: json.JSONDecodeError) -> str:
+        """What is wrong, once the window's end is the file's."""
+        if error.msg.startswith("Unterminated string") or not self._text[error.pos :].strip(SPACE):
+            return "cut short: the file ends within a row"
+        comma = self._text[self._mark : error.pos].rstrip().endswith(",")
+        return "trailing comma" if comma else f"not JSON: {error.msg}"
 
     def _peek(self) -> str:
         """The next character that is not white space, or "" at the end; the place moves to it."""
