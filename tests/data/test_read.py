@@ -85,6 +85,8 @@ def test_a_single_pretty_printed_object_is_one_row(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ('[{"a":1}', "cut short"),
+        ('[{"a":1},\n{"a":2, ', ":2: column 9: cut short"),
+        ('[{"a":"b', "column 7: cut short"),
         ('[{"a":1} {"b":2}]', "want a comma"),
         ('[{"a":1}]\n[2]', "after the end"),
         ('[{"a":1,}]', "trailing comma"),
@@ -185,6 +187,18 @@ def test_a_cut_parquet_is_an_error(tmp_path: Path) -> None:
         list(read_records(path))
 
 
+def test_a_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    """Of two columns of one name, pyarrow gives the last one's values."""
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "rows.parquet"
+    import pyarrow.parquet as parquet
+
+    columns = [arrow.array(["a"]), arrow.array(["b"]), arrow.array(["c"])]
+    parquet.write_table(arrow.Table.from_arrays(columns, names=["instruction", "output", "output"]), path)
+    with pytest.raises(DataError, match=r"rows\.parquet: a column name comes twice: instruction, output, output"):
+        list(read_records(path))
+
+
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _parquet(tmp_path / "rows.parquet", TWO)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
@@ -246,6 +260,9 @@ def test_marks_at_the_start_of_a_file(tmp_path: Path) -> None:
     assert records(path) == [{"a": "b"}]
     path.write_text('{"a":"b"}\n', encoding="utf-16")
     with pytest.raises(DataError, match="UTF-16"):
+        list(read_records(path))
+    path.write_bytes(b'\xef\xbb\xbf[{"a":"\xe9"}]')
+    with pytest.raises(DataError, match="byte 11 of the file"):
         list(read_records(path))
 
 

@@ -193,8 +193,7 @@ def _read_csv(path: Path) -> Iterator[Record | Skipped]:
         begin = 1
         try:
             header = next(rows)
-            if len(set(header)) != len(header):
-                raise DataError(f"{path}:1: a column name comes twice: {', '.join(header)}")
+            _refuse_twins(header, f"{path}:1")
             begin = rows.line_num + 1
             for row in rows:
                 source, begin = f"{path}:{begin}", rows.line_num + 1
@@ -205,6 +204,12 @@ def _read_csv(path: Path) -> Iterator[Record | Skipped]:
                     yield Skipped(source, "wrong number of values", detail)
         except csv.Error as error:
             raise DataError(f"{path}:{begin}: broken CSV: {error}") from error
+
+
+def _refuse_twins(names: list[str], where: str) -> None:
+    """Raises DataError for a column name that comes twice: one of its values would be lost."""
+    if len(set(names)) != len(names):
+        raise DataError(f"{where}: a column name comes twice: {', '.join(names)}")
 
 
 def _csv_line(path: Path, number: int, line: bytes) -> str:
@@ -251,6 +256,7 @@ def _table_rows(path: Path, kind: str, batches: Callable[[Any], Any]) -> Iterato
         number = 0
         try:
             for batch in batches(source):
+                _refuse_twins(batch.schema.names, str(path))
                 for values in batch.to_pylist():
                     number += 1
                     yield Record({name: without_fill(value) for name, value in values.items()}, f"{path}:{number}")
