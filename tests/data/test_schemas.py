@@ -118,6 +118,8 @@ def test_a11_objects_as_answers(tmp_path: Path) -> None:
     assert "output is an object, expected text; use --json-fields output to serialise it" in str(error.value)
     (row,) = prepare([path], DataOptions(json_fields=["output"]), byte_level()).train
     assert '{"name": "Ada", "age": null, "tags": ["x"]}' in byte_level().decode(row.input_ids)
+    with pytest.raises(RowError, match=r"output is bytes, expected text$"):  # bytes have no JSON form
+        conversation({"instruction": "i", "output": b"x"})
 
 
 def test_a13_role_names(tmp_path: Path) -> None:
@@ -160,11 +162,14 @@ def test_a14_a_template_without_tools_refuses(tmp_path: Path) -> None:
     path = write_jsonl(
         tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "t?"}, calling({"tz": "UTC"})]}
     )
-    with pytest.raises(DataError, match="no tool branch"):
+    with pytest.raises(DataError, match=r"no tool branch \(choose a chat_template that takes tools\)"):
         prepare([path], DataOptions(), byte_level(template=CHATML))
     broken = {"messages": [{"role": "user", "content": "t?"}, calling('{"tz":')]}
     with pytest.raises(DataError, match=r"messages\[1\]\.tool_calls\[0\]\.arguments: text that is not JSON"):
         prepare([write_jsonl(path, broken)], DataOptions(), byte_level(template=TOOLS))
+    rows = [{"messages": [{"role": "user", "content": "t?"}] * turns + [calling("{")]} for turns in (1, 2, 3)]
+    report = examine([write_jsonl(path, *rows)], DataOptions(), byte_level(template=TOOLS)).report
+    assert report.skipped == {"messages[].tool_calls[].arguments is not JSON": 3}
 
 
 def test_a15_empty_answers(tmp_path: Path) -> None:

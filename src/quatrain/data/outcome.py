@@ -36,7 +36,8 @@ class RowError(DataError):
         self.bad = bad
 
     def at(self, source: str) -> Skipped:
-        return Skipped(source, self.reason, str(self), self.bad)
+        detail = f"{self} ({self.hint})" if self.hint else str(self)
+        return Skipped(source, self.reason, detail, self.bad)
 
 
 def without_fill(value: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from quatrain.data.tokenizer import replace_surrogates
 
 _ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 _KINDS = {dict: "an object", list: "a list", bool: "true/false", int: "a number", float: "a number", bytes: "bytes"}
+_JSON_KINDS = (dict, list, bool, int, float)
 _EXTRA_KEYS = ("name", "tool_call_id", "reasoning_content")
 _MESSAGE_KEYS = {"role", "from", "content", "value", "tool_calls", "weight", *_EXTRA_KEYS}
 _SCHEMAS: dict[str, tuple[str, ...]] = {
@@ -138,8 +140,8 @@ def _text(values: dict[str, Any], name: str, options: DataOptions) -> str:
             raise RowError(f"{name} has no JSON form", f"{name}: {error}") from error
     if value is None:
         raise RowError(f"{name} is null")
-    kind = _KINDS.get(type(value), f"of type {type(value).__name__}")
-    raise RowError(f"{name} is {kind}, expected text; use --json-fields {name} to serialise it")
+    advice = f"; use --json-fields {name} to serialise it" if type(value) in _JSON_KINDS else ""
+    raise RowError(f"{name} is {_describe(value)}, expected text{advice}")
 
 
 def _system(values: dict[str, Any], options: DataOptions) -> list[Message]:
@@ -184,7 +186,8 @@ def _parsed(value: Any, where: str) -> Any:
     try:
         return loads(value)
     except ValueError as error:
-        raise RowError(f"{where} is not JSON", f"{where}: text that is not JSON: {error}") from error
+        reason = re.sub(r"\[\d+\]", "[]", where) + " is not JSON"  # counts are kept by it, whatever the turn
+        raise RowError(reason, f"{where}: text that is not JSON: {error}") from error
 
 
 def to_message(turn: Any, where: str = "message") -> Message:
