@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,29 @@ def test_the_page_is_written(world: Path, tmp_path: Path, capsys: pytest.Capture
     assert "cannot be trained on" in page.read_text(encoding="utf-8")
     assert check(world, str(world / "rows.jsonl"), "--html", str(tmp_path / "no" / "page.html")) == 2
     assert "html: cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--html", "--dump"])
+def test_no_data_file_is_written_over(
+    world: Path, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a training file nor a validation file, however it is spelled."""
+    rows, held = (world / name for name in ("rows.jsonl", "doubled.jsonl"))
+    before = rows.read_bytes(), held.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(held)
+    for target in (str(rows), f"{world}/../{world.name}/rows.jsonl", "link"):
+        assert check(world, f"{rows}@2", "--validation", str(held), option, target) == 2
+        assert f"{option[2:]}: {target} is a data file" in capsys.readouterr().err
+    assert (rows.read_bytes(), held.read_bytes()) == before
+
+
+def test_a_name_that_is_not_utf_8(world: Path, tmp_path: Path) -> None:
+    """A surrogate stands for the odd byte in JSON, as Python reads it."""
+    data, dump = tmp_path / os.fsdecode(b"\xff.jsonl"), tmp_path / "rows.tok"
+    data.write_bytes((world / "rows.jsonl").read_bytes())
+    assert check(world, str(data), "--dump", str(dump)) == 0
+    assert json.loads(dump.read_text().splitlines()[0])["source"] == f"{data}:1"
 
 
 def test_train_says_what_was_found_and_refuses_what_is_certainly_wrong(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quatrain.data.pipeline import Prepared
     from quatrain.data.report import Sample
     from quatrain.data.row import Row
+    from quatrain.train.settings import Settings
 
 NAME = "check"
 HELP = """Show what a run would read: rows used and skipped, lengths, what looks wrong, marked samples.
@@ -57,6 +58,9 @@ def command(
     if files:
         given["data"] = [*RunOptions(data=given.get("data", [])).data, *files]
     settings = Settings.resolve(given).require("model", "data")
+    for option, written in (("html", html), ("dump", dump)):
+        if written is not None:
+            _refuse_data_file(written, option, settings)
     source = open_source(settings.run.model)
     tokenizer = source.tokenizer()
     if tokenizer is None:
@@ -132,13 +136,24 @@ def _show(prepared: Prepared, *, tokens: bool, html: str | None) -> None:
         samples.show(console, sample, tokens=tokens)
 
 
+def _refuse_data_file(path: str, option: str, settings: Settings) -> None:
+    """Raises ConfigError for a file to write that is one of those to read."""
+    from quatrain.data.paths import resolve_sources
+
+    target = Path(path).expanduser().resolve()
+    validation = settings.data.validation
+    for source in resolve_sources([*settings.run.data, *([validation] if validation else [])]):
+        if any(isinstance(file, Path) and file.resolve() == target for file in source.files):
+            raise ConfigError(f"{option}: {path} is a data file, and would be replaced", hint="give another name")
+
+
 @contextmanager
 def _file(path: str | None, option: str) -> Iterator[TextIO | None]:
     if path is None:
         yield None
         return
     try:
-        with open(Path(path).expanduser(), "w", encoding="utf-8") as file:
+        with open(Path(path).expanduser(), "w", encoding="utf-8", errors="backslashreplace") as file:
             yield file
     except OSError as error:
         raise ConfigError(f"{option}: cannot write {path}: {error.strerror}") from error
