@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,19 @@ def test_nothing_is_overwritten_unasked(world: Path, capsys: pytest.CaptureFixtu
     (world / "quatrain.schema.json").write_text('{"title": "mine"}')
     assert start() == 2 and "is no schema of Quatrain's" in capsys.readouterr().err
     assert not (world / "run.yaml").exists()
+
+
+def test_a_folder_is_no_file(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["init", ".", "--model", "model", "--data", "my rows.jsonl"], ["schema", "."]):
+        assert main([*words, "--overwrite"]) == 2
+        assert ". is a folder" in capsys.readouterr().err
+
+
+def test_a_data_file_whose_name_is_not_utf_8(world: Path) -> None:
+    name = os.fsdecode(b"\xff.jsonl")
+    (world / "my rows.jsonl").rename(world / name)
+    assert main(["init", "--model", "model", "--data", name]) == 0
+    assert read_yaml(world / "quatrain.yaml")["data"] == [name]
 
 
 def test_without_a_terminal_flags_are_needed(

@@ -45,6 +45,8 @@ def command(
     from quatrain.train.suggest import suggest
 
     path = Path(file).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", hint="give the name of a file in it")
     if path.exists() and not overwrite:
         raise ConfigError(f"{path} exists", hint="--overwrite replaces it; or give another name for the file")
     if not path.parent.is_dir():
@@ -102,6 +104,6 @@ def _write(path: Path, text: str) -> None:
     from quatrain.errors import CheckpointError
 
     try:
-        write_file(path, text.encode())
+        write_file(path, text.encode(errors="backslashreplace"))  # YAML reads a name of odd bytes back
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error

@@ -39,6 +39,8 @@ def write(path: Path, *, overwrite: bool) -> None:
     from quatrain.checkpoint.atomic import write_file
     from quatrain.errors import CheckpointError, ConfigError
 
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder", hint="give the name of a file in it")
     if path.exists() and not overwrite and not _is_ours(path):
         raise ConfigError(f"{path} exists and is no schema of Quatrain's", hint="choose another name, or --overwrite")
     try:
