@@ -476,7 +476,7 @@ def _problems(error: ValidationError) -> list[str]:
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "want")
         if problem["type"] == "missing":
             message = "nothing given, and there is no default"
-        elif name:
+        elif name and ", got " not in message:
             got[where] = problem["input"]
         found = wants.setdefault(where, [])
         found.append(message.removeprefix("want ") if found else message)
