@@ -35,6 +35,8 @@ def test_p5_paths_that_are_not_a_data_file(tmp_path: Path) -> None:
     assert "path is empty" in refused(" ")[0]
     assert "no data file" in refused()[0]
     assert "not a regular file" in refused("/dev/null")[0]
+    (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
+    assert "is a link to gone.jsonl, where no file is" in refused(tmp_path / "link.jsonl")[0]
 
 
 def test_p5_spaces_home_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +51,7 @@ def test_p5_spaces_home_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_p5_a_folder_is_its_data_files(tmp_path: Path) -> None:
     """P5: a folder gives the data files directly inside it in name order; what is not data or hidden is left alone."""
-    inside = [write_jsonl(tmp_path / name, {}) for name in ("a.jsonl", "b.csv", "c.json.gz")]
+    inside = [write_jsonl(tmp_path / name, {}) for name in ("C.JSONL.GZ", "a.jsonl", "b.csv", "c.json.gz")]
     for name in (".d.jsonl", "README.md", "weights.safetensors"):
         (tmp_path / name).write_text("x")
     (tmp_path / "deeper").mkdir()

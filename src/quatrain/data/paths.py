@@ -77,6 +77,8 @@ def _resolve(typed: str) -> list[Path | HubRows]:
         if not found:
             raise DataError(f"{typed}: no file matches")
         return list(found)
+    if path.is_symlink():
+        raise DataError(f"{typed}: is a link to {path.readlink()}, where no file is")
     siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f"did you mean {path.parent / near[0]}?" if near else None
@@ -94,7 +96,7 @@ def _files_of(folder: Path) -> list[Path]:
     saved = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     suffixes = (".arrow",) if saved else _SUFFIXES
     names = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
-    found = [file for file in names if file.name.removesuffix(".gz").endswith(suffixes)]
+    found = [file for file in names if file.name.lower().removesuffix(".gz").endswith(suffixes)]
     if not found:
         raise DataError(f"{folder}: no data file in this folder", hint=f"supported: {SUPPORTED}")
     return found
