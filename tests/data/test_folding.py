@@ -39,6 +39,14 @@ def test_a_template_without_a_system_turn_says_what_to_do(rows: Path, template: 
     assert report.used == 1 and "system_policy fold" in next(iter(report.skipped_at.values()))[0]
 
 
+def test_folding_is_not_advised_to_who_folds(tmp_path: Path) -> None:
+    path = write_jsonl(
+        tmp_path / "rows.jsonl", {"messages": [*chat(system="s"), {"role": "assistant", "content": "a"}]}
+    )
+    ((place,),) = examine([path], FOLD, byte_level()).report.skipped_at.values()
+    assert place.endswith("to fold a system text, a user message must follow it")
+
+
 @pytest.mark.parametrize("template", [CHATML, REFUSES, IGNORES, TOOLS, LAYOUT])
 def test_the_text_stands_before_the_first_user_message(rows: Path, template: str) -> None:
     tokenizer = byte_level(template=template)

@@ -164,6 +164,10 @@ def test_a14_a_template_without_tools_refuses(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"no tool branch \(choose a chat_template that takes tools\)"):
         prepare([path], DataOptions(), byte_level(template=CHATML))
+    told = {"messages": chat("t?", "12"), "tools": [{"type": "function", "function": {"name": "clock"}}]}
+    with pytest.raises(DataError, match="leaves out the tools"):  # the answer would refer to what the model never reads
+        prepare([write_jsonl(path, told)], DataOptions(), byte_level(template=CHATML))
+    assert '"name": "clock"' in decoded(path)[0]
     broken = {"messages": [{"role": "user", "content": "t?"}, calling('{"tz":')]}
     with pytest.raises(DataError, match=r"messages\[1\]\.tool_calls\[0\]\.arguments: text that is not JSON"):
         prepare([write_jsonl(path, broken)], DataOptions(), byte_level(template=TOOLS))

@@ -97,6 +97,7 @@ class ChatRenderer:
         self.tokenizer = tokenizer.with_chat_template(template.text)
         self.template, self.date = template, date
         self._allow_special = allow_special
+        self._fold_hint = "" if template.folds else _FOLD_HINT
         self._compiled = compile_template(template.text, date)
         self.traits = TemplateTraits(self.tokenizer, lambda messages, prompt: self._text(messages, None, prompt))
 
@@ -110,6 +111,9 @@ class ChatRenderer:
         marked = self._mark(messages, text)
         segments = marked.sentinels.align(text, self._text(marked.messages, tools, add_generation_prompt))
         self._refuse_lost_texts(messages, marked, segments)
+        if tools and text == self._text([message.as_dict() for message in messages], None, add_generation_prompt):
+            hint = "choose a chat_template that takes tools, or take the tools out of the row"
+            raise RowError("the chat template leaves out the tools", hint=hint)
         answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
         spans = [self._span(i, marked, text, segments, tools) for i in answers]
         if answers and answers[-1] == len(messages) - 1 and spans[-1].end == spans[-1].content_end:
@@ -138,7 +142,7 @@ class ChatRenderer:
             return self._compiled.render(messages=messages, tools=tools, add_generation_prompt=prompt, **special)
         except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
             reason = "the chat template refuses the conversation"
-            fold = _FOLD_HINT if any(message["role"] == "system" for message in messages) else ""
+            fold = self._fold_hint if any(message["role"] == "system" for message in messages) else ""
             raise RowError(reason, f"{reason}: {error}{fold}") from error
 
     def _mark(self, messages: Sequence[Message], text: str) -> _Marked:
@@ -192,7 +196,7 @@ class ChatRenderer:
                 raise RowError("the chat template has no tool branch", hint="choose a chat_template that takes tools")
             if role != "assistant" or turn == last_turn or turn not in shown:
                 reason = "the chat template leaves out a text"
-                fold = _FOLD_HINT if role == "system" else ""
+                fold = self._fold_hint if role == "system" else ""
                 raise RowError(reason, f"{reason}: the one of turn {turn + 1} ({role}){fold}")
 
     # Spans, in characters

@@ -107,6 +107,11 @@ class ChosenTemplate:
     name: str
     takes_chats: bool = True
 
+    @property
+    def folds(self) -> bool:
+        """Whether it puts a system text in front of the first user message."""
+        return self.text.startswith(_FOLD)
+
 
 def choose_template(tokenizer: Tokenizer, wanted: str | None = None, system_policy: str = "template") -> ChosenTemplate:
     """`wanted` (a built-in's name or a Jinja file), else the tokenizer's own, else ChatML if its tokens are there,
@@ -117,7 +122,7 @@ def choose_template(tokenizer: Tokenizer, wanted: str | None = None, system_poli
     Raises DataError for an unknown name, an unreadable file, or a built-in whose tokens the tokenizer lacks.
     """
     chosen = _chosen(tokenizer, wanted)
-    if system_policy != "fold" or chosen.text.startswith(_FOLD):
+    if system_policy != "fold" or chosen.folds:
         return chosen
     name = f"{chosen.name}, with system texts folded into the first user message"
     return replace(chosen, text=_FOLD + chosen.text, name=name)
