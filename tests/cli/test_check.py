@@ -83,6 +83,16 @@ def test_rows_by_place_and_token_by_token(world: Path, capsys: pytest.CaptureFix
     assert "".join(row[3][1:-1] for row in learned) == "It is red, 0.<|im_end|>"
 
 
+def test_a_place_may_be_spelled_as_a_shell_does(
+    world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(world)
+    for place in ("./rows.jsonl:3", f"{world}/rows.jsonl:3"):
+        assert check(world, "rows.jsonl", "--row", place) == 0
+        assert "sample     rows.jsonl:3 " in capsys.readouterr().out
+    assert check(world, "rows.jsonl", "--row", "") == 2
+
+
 def test_a_row_that_is_not_there(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(world, str(world / "rows.jsonl"), "--row", "rows.jsonl:99") == 2
     assert "error: row: no row that is used is at rows.jsonl:99" in capsys.readouterr().err

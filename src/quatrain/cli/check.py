@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,9 +105,10 @@ def _samples(prepared: Prepared, number: int, places: Sequence[str], seed: int) 
     if not places:
         return samples_of(prepared.train, prepared.tokenizer, seed, number)
     found: list[list[Row]] = [[] for _ in places]
+    spellings = [{place, os.path.relpath(place or ".")} for place in places]  # such as "./rows.jsonl:17"
     for row in (row for rows in (prepared.train, prepared.validation) for row in rows):
-        for place, rows in zip(places, found, strict=True):
-            if is_place(row.source, place):
+        for places_meant, rows in zip(spellings, found, strict=True):
+            if any(is_place(row.source, place) for place in places_meant):
                 rows.append(row)
     for place, rows in zip(places, found, strict=True):
         if not rows:
