@@ -254,6 +254,12 @@ def test_an_empty_file_is_an_error(tmp_path: Path, content: bytes) -> None:
         list(read_records(path))
 
 
+def test_white_space_at_the_start_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.txt"
+    path.write_text("\n" * 100_000 + '[{"a":"b"}]')
+    assert records(path) == [{"a": "b"}]
+
+
 def test_marks_at_the_start_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"a":"b"}\n')

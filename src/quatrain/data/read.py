@@ -62,6 +62,8 @@ def _is_gzip(path: Path) -> bool:
 def _sniff(path: Path) -> str:
     with _open(path) as file:
         head = file.read(_SNIFF_BYTES)
+        while head.isspace():
+            head = file.read(_SNIFF_BYTES)
     if head.startswith(_PARQUET):
         return "parquet"
     if head.startswith(_ARROW):
