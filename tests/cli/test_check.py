@@ -104,6 +104,14 @@ def test_as_many_samples_as_asked_for(world: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.count("\nsample ") == min(number, 4)
 
 
+def test_long_lines_wrap_below_their_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far in as they begin, and an option stays whole."""
+    shown = in_terminal(monkeypatch, 40)
+    terminal.block(terminal.stdout(), "rows", ["  f.jsonl:1: a number; use --json-fields response"])
+    _, *below = re.sub(r"\x1b\[[\d;]*m", "", shown.getvalue()).splitlines()
+    assert below == [" " * 13 + "--json-fields response"]
+
+
 def test_in_a_terminal_of_80_columns(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Colours and nothing beyond the margin; what is learned is green, special tokens are magenta."""
     shown = in_terminal(monkeypatch)

@@ -34,8 +34,11 @@ def block(console: Console, label: str, lines: Iterable[str], style: str = "bold
 
 
 def _wrap(line: str, width: int) -> list[str]:
-    """Aligned columns (two spaces in a row) keep their spaces; other text is wrapped between words."""
-    return textwrap.wrap(line, width, drop_whitespace=True, replace_whitespace=False) or [""]
+    """Aligned columns (two spaces in a row) keep their spaces; other text is wrapped between words, as far in as the
+    line begins, and never inside `--an-option`."""
+    indent = line[: len(line) - len(line.lstrip())]
+    lines = textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False, replace_whitespace=False)
+    return lines or [""]
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
