@@ -254,6 +254,13 @@ def test_an_empty_file_is_an_error(tmp_path: Path, content: bytes) -> None:
         list(read_records(path))
 
 
+def test_rows_over_several_lines_say_what_is_wanted(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row, indent=1) + "\n" for row in TWO))
+    first = next(read_records(path))
+    assert isinstance(first, Skipped) and "want a whole row on each line" in first.detail
+
+
 def test_white_space_at_the_start_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("\n" * 100_000 + '[{"a":"b"}]')

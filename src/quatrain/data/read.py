@@ -136,7 +136,8 @@ def _parse(text: str) -> dict[str, Any]:
     try:
         value = loads(text)
     except json.JSONDecodeError as error:
-        raise RowError("not JSON", f"not JSON at column {error.colno}: {error.msg}") from error
+        hint = "want a whole row on each line, or all rows in one array" if text.strip() in ("{", "[") else None
+        raise RowError("not JSON", f"not JSON at column {error.colno}: {error.msg}", hint=hint) from error
     except RecursionError as error:
         raise RowError("not JSON", "nested too deeply") from error
     except ValueError as error:  # an integer with thousands of digits
