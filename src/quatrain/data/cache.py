@@ -27,7 +27,7 @@ from quatrain.data.disk import PARTIAL, Entry, delete_entries, entries_in
 from quatrain.data.rows import RowStore, read_info
 from quatrain.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".rows"
 
 
