@@ -102,6 +102,12 @@ def test_traceback_only_with_debug(capsys: pytest.CaptureFixture[str], monkeypat
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_path_without_access_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert errors.report(PermissionError(13, "Permission denied", "shut/rows.jsonl"), debug=False) == 1
+    said = capsys.readouterr().err
+    assert said == "error: shut/rows.jsonl: Permission denied\ntry: allow access to it and its folders\n"
+
+
 @pytest.mark.parametrize(
     ("error", "code"), [(ConfigError("x"), 2), (DataError("x"), 3), (PlanError("x"), 4), (MemoryError(), 4)]
 )

@@ -22,6 +22,10 @@ def report(error: BaseException, *, debug: bool) -> int:
     if isinstance(error, MemoryError):
         _print("out of memory", [str(error)] if str(error) else [], "see `quatrain plan` for where the memory goes")
         return 4
+    if isinstance(error, PermissionError) and error.filename is not None:
+        # Any look at a path may meet this, the question whether it exists included.
+        _print(f"{os.fsdecode(error.filename)}: {error.strerror}", _causes(error), "allow access to it and its folders")
+        return 1
     _print(f"unexpected {type(error).__name__}: {error}", _causes(error), ISSUES)
     return 1
 
