@@ -195,7 +195,7 @@ def test_a_column_that_comes_twice_is_refused(tmp_path: Path) -> None:
 
     columns = [arrow.array(["a"]), arrow.array(["b"]), arrow.array(["c"])]
     parquet.write_table(arrow.Table.from_arrays(columns, names=["instruction", "output", "output"]), path)
-    with pytest.raises(DataError, match=r"rows\.parquet: a column name comes twice: instruction, output, output"):
+    with pytest.raises(DataError, match=r"rows\.parquet: the column name 'output' comes twice: instruction"):
         list(read_records(path))
 
 
@@ -220,13 +220,21 @@ def test_a9_text_stays_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("a,a\n1,2\n", "comes twice"), ('a,b\n1,"x\n', "rows.csv:2: broken CSV"), ("", "is empty")],
+    [("a,,\n1,2,3\n", "the column name '' comes twice"), ('a,b\n1,"x\n', "rows.csv:2: broken CSV"), ("", "is empty")],
 )
 def test_broken_csv(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "rows.csv"
     path.write_text(text)
     with pytest.raises(DataError, match=problem):
         list(read_records(path))
+
+
+def test_blank_lines_before_the_header_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("\n \na,b\n1,2\n3\n")
+    row, short = read_records(path)
+    assert isinstance(row, Record) and (row.values, row.source) == ({"a": "1", "b": "2"}, f"{path}:4")
+    assert isinstance(short, Skipped) and short.source == f"{path}:5"
 
 
 def test_csv_lines_are_those_where_a_row_begins(tmp_path: Path) -> None:
@@ -265,6 +273,14 @@ def test_white_space_at_the_start_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "rows.txt"
     path.write_text("\n" * 100_000 + '[{"a":"b"}]')
     assert records(path) == [{"a": "b"}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_git_lfs_pointer_is_named_as_one(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 5\n")
+    with pytest.raises(DataError, match="is a Git LFS pointer"):
+        list(read_records(path))
 
 
 def test_marks_at_the_start_of_a_file(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from quatrain.errors import DataError
 
 _GZIP, _PARQUET, _ZIP = b"\x1f\x8b", b"PAR1", b"PK\x03\x04"
 _ARROW = b"\xff\xff\xff\xff"  # a stream of record batches, as `datasets` saves them
+_LFS = b"version https://git-lfs"
 _BOM, _UTF16 = b"\xef\xbb\xbf", (b"\xff\xfe", b"\xfe\xff")
 _SNIFF_BYTES = 1 << 16
 _LARGEST_OBJECT = 1 << 26
@@ -68,6 +69,8 @@ def _sniff(path: Path) -> str:
         return "parquet"
     if head.startswith(_ARROW):
         return "arrow"
+    if head.startswith(_LFS):
+        raise DataError(f"{path}: is a Git LFS pointer, not the data", hint="fetch the data with: git lfs pull")
     if head.startswith(_UTF16):
         raise DataError(f"{path}: is UTF-16", hint="save it as UTF-8")
     text = head.removeprefix(_BOM).lstrip()
@@ -190,16 +193,16 @@ def _read_csv(path: Path) -> Iterator[Record | Skipped]:
     csv.field_size_limit(_LONGEST_FIELD)
     with _open(path) as file:
         lines = (_csv_line(path, number, line) for number, line in enumerate(file, start=1))
-        header_line = next(lines, "")
+        first, header_line = next(((at, line) for at, line in enumerate(lines, start=1) if line.strip()), (1, ""))
         delimiter = max(",\t;", key=header_line.count)
         rows = csv.reader(_prepend(header_line, lines), delimiter=delimiter, strict=True)
-        begin = 1
+        begin = first
         try:
             header = next(rows)
-            _refuse_twins(header, f"{path}:1")
-            begin = rows.line_num + 1
+            _refuse_twins(header, f"{path}:{first}")
+            begin = first + rows.line_num
             for row in rows:
-                source, begin = f"{path}:{begin}", rows.line_num + 1
+                source, begin = f"{path}:{begin}", first + rows.line_num
                 if len(row) == len(header):
                     yield Record(dict(zip(header, row, strict=True)), source)
                 elif row:
@@ -211,8 +214,9 @@ def _read_csv(path: Path) -> Iterator[Record | Skipped]:
 
 def _refuse_twins(names: list[str], where: str) -> None:
     """Raises DataError for a column name that comes twice: one of its values would be lost."""
-    if len(set(names)) != len(names):
-        raise DataError(f"{where}: a column name comes twice: {', '.join(names)}")
+    twin = next((name for name in names if names.count(name) > 1), None)
+    if twin is not None:
+        raise DataError(f"{where}: the column name {twin!r} comes twice: {', '.join(names)}")
 
 
 def _csv_line(path: Path, number: int, line: bytes) -> str:
