@@ -117,6 +117,7 @@ def test_in_a_terminal_it_asks(world: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("row", "want"),
     [
         ({"question": "a", "answer": "b", "id": 1}, {"prompt_field": "question", "response_field": "answer"}),
+        ({"Question ": "a", "Answer": "b"}, {"prompt_field": "Question ", "response_field": "Answer"}),
         ({"instruction": "a", "output": {"x": 1}, "tags": [1]}, {"json_fields": ["output"]}),
         (
             {"query": "a", "label": ["b"]},

@@ -75,8 +75,9 @@ def _suggest_fields(found: Suggestions, paths: Sequence[str]) -> None:
     if not records or _is_known(records[0], DataOptions()):
         return
     columns = list(records[0].values)
-    prompt = next((name for name in _PROMPTS if name in columns), None)
-    response = next((name for name in _RESPONSES if name in columns and name != prompt), None)
+    by_name = {column.strip().lower(): column for column in columns}  # "Question" is usual, too
+    prompt = next((by_name[name] for name in _PROMPTS if name in by_name), None)
+    response = next((by_name[name] for name in _RESPONSES if by_name.get(name, prompt) != prompt), None)
     fits_nothing = not _is_known(records[0], DataOptions(json_fields=columns))
     if fits_nothing and (prompt is None or response is None):
         found.warnings.append(
