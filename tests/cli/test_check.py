@@ -155,6 +155,15 @@ def test_json_holds_all_of_it(world: Path, capsys: pytest.CaptureFixture[str]) -
     assert "template-twice" in json.loads(capsys.readouterr().out)["problem"]
 
 
+def test_without_a_row_nothing_is_said_to_be_right(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"a": "b"}\n')
+    assert check(world, str(tmp_path / "odd.jsonl"), "--html", str(tmp_path / "page.html")) == 3
+    shown = capsys.readouterr().out, (tmp_path / "page.html").read_text()
+    assert all("here is no row to look at" in said and "othing looks wrong" not in said for said in shown)
+
+
 def test_the_page_is_written(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.html"
     assert check(world, str(world / "rendered.jsonl"), "--html", str(page)) == 3

@@ -159,7 +159,9 @@ def _bar(number: int, most: int) -> str:
 def _findings(console: Console, report: DataReport) -> None:
     from quatrain.data.findings import KINDS
 
-    if not report.findings:
+    if not report.used:
+        block(console, "findings", ["there is no row to look at"])
+    elif not report.findings:
         block(console, "findings", ["nothing looks wrong"], "bold green")
     for found in report.findings:
         lines = [f"{found.kind}: {found.text}", *(f"  {place}" for place in found.places)]

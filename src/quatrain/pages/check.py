@@ -120,7 +120,8 @@ def _source(source: SourceRows) -> Html:
 
 def _findings(report: DataReport, title: str) -> Html:
     if not report.findings:
-        return section(f"Findings{title}", paragraph("Nothing looks wrong."))
+        seen = "Nothing looks wrong." if report.used else "There is no row to look at."
+        return section(f"Findings{title}", paragraph(seen))
     note = (
         "Guesses about what may be wrong, the worst first. An error stops training; a warning is worth a look before "
         "it; a note is often right as it is."
