@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ def test_a_failure_while_writing_leaves_the_old_one(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
     verify_folder(tmp_path / "x")
     assert names(tmp_path) == ["x"] and names(tmp_path / "x") == ["inner", "manifest.json"]
+
+
+def test_a_disk_that_is_full_while_tensors_are_written(tmp_path: Path) -> None:
+    """M7: safetensors writes its file by itself. The file is cut at a size here, as a full disk would."""
+    save_checkpoint(tmp_path, 1, {"master.w": torch.ones(3)}, {"progress": {}})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*step-000002.*File too large"):
+            save_checkpoint(tmp_path, 2, {"master.w": torch.ones(10_000)}, {"progress": {}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["step-000001"]
 
 
 def test_a_crash_between_the_renames_is_undone(tmp_path: Path) -> None:

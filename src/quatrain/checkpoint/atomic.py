@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from quatrain.data.disk import sha256_of
 from quatrain.errors import CheckpointError
 
@@ -39,11 +41,11 @@ def staged_folder(target: Path) -> Iterator[Path]:
             target.rename(previous)
         staging.rename(target)
         fsync_folder(target.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors writes by itself, and has its own error for a full disk
         shutil.rmtree(staging, ignore_errors=True)
         recover(target)
         raise CheckpointError(
-            f"cannot write {target}: {error.strerror or error}",
+            f"cannot write {target}: {getattr(error, 'strerror', None) or error}",
             hint="free some space or choose another place; what was saved before is unharmed",
         ) from error
     except BaseException:
