@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from quatrain.config import DataOptions, InstructConfig, RunOptions, TrainOptions
 from quatrain.errors import CheckpointError, ConfigError, PlanError
 from quatrain.train import preflight
-from quatrain.train.preflight import check_disk, check_run_folder, remove_run
+from quatrain.train.preflight import check_disk, check_run_folder, claimed, remove_run
 from quatrain.train.settings import FREE_ON_RESUME, OPTION_SETS, Settings, settings_for_resume
 
 
@@ -84,6 +86,24 @@ def test_an_earlier_run_needs_a_word(tmp_path: Path) -> None:
     check(tmp_path, overwrite=True)
     remove_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
+    """M3: neither --resume nor --overwrite touches the folder of a run that is going on; later they may."""
+    folder = an_earlier_run(tmp_path / "run")
+    holder = "import sys; from pathlib import Path; from quatrain.train.preflight import claimed\n"
+    holder += "with claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        for more in ({"resume": True}, {"overwrite": True}):
+            with pytest.raises(ConfigError, match="another process is training in"):
+                check(folder, **more)
+        process.kill()
+    check(folder, resume=True)
+    with claimed(folder), pytest.raises(ConfigError, match="another process"):
+        check(folder, overwrite=True)
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

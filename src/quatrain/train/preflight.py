@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,40 @@ EXPORT_FILE = "export.json"
 def check_run_folder(options: RunOptions) -> Path:
     """The run folder's path, after writing, renaming and deleting a probe there. Leaves nothing behind.
 
-    Raises ConfigError when the folder belongs to something else or to an earlier run that is neither resumed nor
-    overwritten, CheckpointError when it cannot be written.
+    Raises ConfigError when the folder belongs to something else, to an earlier run that is neither resumed nor
+    overwritten, or to a run that is going on, CheckpointError when it cannot be written.
     """
     folder = Path(options.out).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"out: {folder} is a file, want a folder", hint="choose another --out")
     _check_owner(folder, options)
     check_writable(folder)
+    if folder.is_dir():
+        with claimed(folder):  # what is in use is said now; the run itself claims it before it writes
+            pass
     return folder
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """The run folder, made if needed, while no other process may train in it. The lock ends with its process, however
+    that ends. Raises ConfigError when another holds it."""
+    import fcntl  # not on Windows
+
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"out: another process is training in {folder} right now", hint="wait for it, or choose another --out"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
 
 
 def check_writable(folder: Path) -> None:

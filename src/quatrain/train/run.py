@@ -24,7 +24,15 @@ from quatrain.train.continuing import Start, digests, other_template, start_from
 from quatrain.train.interrupt import StopRequest
 from quatrain.train.live_report import LiveReport
 from quatrain.train.loop import Ending, Progress, TrainingLoop
-from quatrain.train.preflight import ADAPTER, CHECKPOINTS, RUN_FILE, check_disk, check_run_folder, remove_run
+from quatrain.train.preflight import (
+    ADAPTER,
+    CHECKPOINTS,
+    RUN_FILE,
+    check_disk,
+    check_run_folder,
+    claimed,
+    remove_run,
+)
 from quatrain.train.record import identity_of, run_record
 from quatrain.train.reporter import Reporter, Reporters
 from quatrain.train.settings import Settings, settings_for_resume
@@ -186,12 +194,11 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
         return _outcome("finished", folder, folder / ADAPTER, preparation, progress, 0.0)
 
     pipeline = _load_pipeline(preparation, checkpoint, reporter)
-    with stop or StopRequest() as request:
+    with stop or StopRequest() as request, claimed(folder):
         began = time.perf_counter()
         started = _started(folder) if settings.run.resume else None
         if settings.run.overwrite:
             remove_run(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         recover(folder / ADAPTER)
         record = run_record(preparation, identity, started)
         _write_record(folder, {**record, "result": {"ending": "running"}})
