@@ -230,7 +230,7 @@ def test_rows_that_a_shorter_limit_drops_are_counted(world: Path, tmp_path: Path
 
 def test_disk_and_the_rest_for_people(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """M3: what the run will write is said beside what is free."""
-    facts = plan(capsys, world, "--no-measure", "--keep-checkpoints", "4")
+    facts = plan(capsys, world, "--no-measure", "--keep-checkpoints", "4", "--save-every", "3")
     disk, trainable = facts["disk"], 4 * sum(a + b for a, b in [(32, 32)] * 2 + [(32, 16)] * 2 + [(32, 48)] * 3) * 2
     assert disk["checkpoints"] == 5 and disk["checkpoint_bytes"] == 12 * trainable
     assert disk["run_bytes"] == 5 * 12 * trainable + 2 * disk["adapter_bytes"] and disk["free_bytes"] > 0

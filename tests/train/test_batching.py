@@ -56,6 +56,7 @@ def test_max_steps_goes_on_into_as_many_epochs_as_it_takes() -> None:
     assert [length.position(step) for step in (0, 2, 3, 7)] == [(0, 0), (0, 2), (1, 0), (2, 1)]
     assert length.epochs_done(4) == pytest.approx(1 + 1 / 3)
     assert [step for step in range(1, 8) if length.ends_epoch(step)] == [3, 6]
+    assert [length.occurrences(every) for every in (1, 3, 7, 8, "epoch")] == [7, 3, 1, 1, 3]
 
 
 def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:

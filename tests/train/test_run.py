@@ -55,6 +55,14 @@ def test_steps_and_schedule_are_counted_on_the_rows_that_are_used(world: Path, t
     assert it.total_steps == it.schedule.total_steps == 10 and it.batching.length.steps_of_epoch == (10,)
 
 
+def test_the_disk_is_compared_with_the_checkpoints_that_the_run_will_have(world: Path) -> None:
+    """M7: `keep_checkpoints` may say "all": a run of 10 steps that saves every 4 writes 3."""
+    files = {"model": str(world / "model"), "data": [str(world / "rows.jsonl")], "batch_size": 1, "max_steps": 10}
+    for every, kept in ((4, 3), (100, 1), ("epoch", 2)):
+        it = prepare_run(Settings.resolve({**files, "keep_checkpoints": 10**12, "save_every": every}), Recorder())
+        assert it.kept_checkpoints == kept
+
+
 def test_every_adapter_learns_when_accumulating(world: Path, tmp_path: Path) -> None:
     """E3: accumulation 4: every B is non-zero after one step."""
     from safetensors.torch import load_file

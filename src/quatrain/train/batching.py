@@ -163,6 +163,10 @@ class RunLength:
         epoch, index = self.position(step)
         return epoch + (index / self.steps_of_epoch[epoch] if epoch < len(self.steps_of_epoch) else 0.0)
 
+    def occurrences(self, every: int | str) -> int:
+        """How often something happens in the run that is due every so many steps, or every "epoch", and at the end."""
+        return -(-self.total_steps // every) if isinstance(every, int) else len(self.steps_of_epoch)
+
     def ends_epoch(self, step: int) -> bool:
         """Whether finished optimizer step `step` was the last of its epoch."""
         return self.position(step)[1] == 0

@@ -95,7 +95,7 @@ class Forecast:
         weights = sum(entry.nbytes for entry in self.it.plan.entries if entry.group == "weights")
         cached = weights if settings.engine.cache and self.config.quantize == "nf4" else 0
         folder = Path(settings.run.out or ".").expanduser()
-        return disk_need(folder, self.trainable, settings.train.keep_checkpoints, cached)
+        return disk_need(folder, self.trainable, self.it.kept_checkpoints, cached)
 
     def sample(self) -> list[Row]:
         """The rows of a micro-batch of middling size."""

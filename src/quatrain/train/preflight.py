@@ -159,8 +159,8 @@ def check_disk(folder: Path, trainable_parameters: int, keep: int) -> None:
     need = disk_need(folder, trainable_parameters, keep)
     if need.free < need.run_bytes:
         raise PlanError(
-            f"{folder} needs {need.run_bytes / 1e6:.0f} MB for {keep} checkpoints, the next one and the adapter; "
-            f"the disk has {need.free / 1e6:.0f} MB left",
+            f"{folder} needs {need.run_bytes / 1e6:,.0f} MB for {keep} checkpoints, the next one and the adapter; "
+            f"the disk has {need.free / 1e6:,.0f} MB left",
             hint="free some space, lower --keep-checkpoints, or choose another --out",
         )
 

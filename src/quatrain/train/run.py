@@ -72,6 +72,12 @@ class Preparation:
     def total_steps(self) -> int:
         return self.batching.length.total_steps
 
+    @property
+    def kept_checkpoints(self) -> int:
+        """Of `keep_checkpoints`, those that the run will have."""
+        options = self.settings.train
+        return min(options.keep_checkpoints, self.batching.length.occurrences(options.save_every))
+
     def modules(self) -> dict[str, tuple[int, int]]:
         """(modules, trainable parameters) by the last name of the linears that get an adapter."""
         from quatrain.model.adapters import match_targets
@@ -187,7 +193,7 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
         progress = Progress(**checkpoint.progress["progress"])
         identity["started_from"] = checkpoint.progress.get("started_from")  # absent in those of earlier versions
         _check_identity(checkpoint, identity, settings, reporter)
-    check_disk(folder, sum(count for _, count in preparation.modules().values()), settings.train.keep_checkpoints)
+    check_disk(folder, sum(count for _, count in preparation.modules().values()), preparation.kept_checkpoints)
     reporter.prepared(preparation)
     if _already_finished(preparation, progress, folder):
         reporter.notice(f"this run is finished: all of its {preparation.total_steps} steps are done")
@@ -257,13 +263,7 @@ def _engine_config(settings: Settings, batching: Batching, validation: Rows) -> 
 
 def count_evaluations(settings: Settings, batching: Batching, prepared: Prepared) -> int:
     """How often a run that is neither resumed nor stopped early evaluates."""
-    if not prepared.validation:
-        return 0
-    every, total = settings.train.eval_every, batching.length.total_steps
-    return sum(
-        step == total or (step % every == 0 if isinstance(every, int) else batching.length.ends_epoch(step))
-        for step in range(1, total + 1)
-    )
+    return batching.length.occurrences(settings.train.eval_every) if prepared.validation else 0
 
 
 def _check_schedule(settings: Settings, batching: Batching, prepared: Prepared, evaluations: int) -> list[str]:
