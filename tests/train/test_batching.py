@@ -10,7 +10,7 @@ from train.standin import rows_of
 from quatrain.config import TrainOptions
 from quatrain.data.row import Row
 from quatrain.data.rows import Rows
-from quatrain.errors import DataError
+from quatrain.errors import ConfigError, DataError
 from quatrain.train.batching import Batching, Step
 
 
@@ -48,6 +48,14 @@ def test_a_step_of_tokens_is_cut_to_micro_batches_without_rounding_the_step() ->
     cut = Batching(rows, TrainOptions(batch_tokens=1000, epochs=1), 0, micro_batch_tokens=300)
     assert cut.length.largest_micro_batch == 300 and cut.length.most_micro_batches == 4
     assert [sources([step]) for step in cut.epoch(0)] == [sources([step]) for step in whole.epoch(0)]
+
+
+@pytest.mark.parametrize("more", [{"epochs": 10**20}, {"max_steps": 10**12}], ids=str)
+def test_a_run_without_end_is_refused_before_its_epochs_are_counted(more: dict[str, int]) -> None:
+    with pytest.raises(
+        ConfigError, match=f"{next(iter(more))} {next(iter(more.values()))}: .*over 10 rows, want at most"
+    ):
+        _ = Batching(rows_of(10), TrainOptions(batch_size=4, **more), 0).length
 
 
 def test_max_steps_goes_on_into_as_many_epochs_as_it_takes() -> None:

@@ -20,10 +20,12 @@ from quatrain.data.order import Places, Share, epoch_order
 from quatrain.data.pack import pack
 from quatrain.data.row import Row
 from quatrain.data.rows import Rows
-from quatrain.errors import DataError
+from quatrain.errors import ConfigError, DataError
 
 MicroBatch = list[Row]
 Step = list[MicroBatch]
+
+MOST_EPOCHS = 100_000
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,16 @@ class Batching:
 
     @cached_property
     def length(self) -> RunLength:
-        """Steps of the whole run and its largest micro-batch, from dealing out every epoch once."""
+        """Steps of the whole run and its largest micro-batch, from dealing out every epoch once. Raises ConfigError for
+        more than `MOST_EPOCHS` of them, which would take minutes to count alone."""
         limit = self.options.max_steps
+        epochs = -(-limit // len(self.epoch(0))) if limit else self.options.num_epochs
+        if epochs > MOST_EPOCHS:
+            asked = f"max_steps {limit}" if limit else f"epochs {epochs}"
+            raise ConfigError(
+                f"{asked}: {epochs:,} epochs over {len(self.rows)} rows, want at most {MOST_EPOCHS:,}",
+                hint="give a smaller number; Ctrl-C ends a run at any step, with a checkpoint",
+            )
         steps_of_epoch: list[int] = []
         largest, accumulated = 0, 1
         while sum(steps_of_epoch) < limit if limit else len(steps_of_epoch) < self.options.num_epochs:
