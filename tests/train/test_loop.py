@@ -136,8 +136,8 @@ def test_resume_deals_the_rows_that_were_next_and_cuts_the_metrics(tmp_path: Pat
     first.after_step = lambda: stop.request() if len(first.steps) == 11 else None
     (tmp_path / "b").mkdir()
     loop_of(tmp_path / "b", first, options, rows=50, stop=stop).run()
-    with open(tmp_path / "b" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 12, "loss": 1.0}\n{"step": 13, "lo')  # a crash came later than the checkpoint
+    with open(tmp_path / "b" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 12, "loss": 1.0}\n{"step": 13, "lo\xff\0')  # a crash came later than the checkpoint
     checkpoint, _ = newest_complete(tmp_path / "b" / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 11
     second = Standin()

@@ -12,7 +12,8 @@ import torch
 from tiny_model import write_rows, write_tiny_model
 from train.standin import Recorder
 
-from quatrain.errors import QuatrainError
+from quatrain.checkpoint.atomic import write_manifest
+from quatrain.errors import CheckpointError, QuatrainError
 from quatrain.train.run import _require_changed, prepare_run, train
 from quatrain.train.settings import Settings
 
@@ -91,3 +92,15 @@ def test_a_failed_run_says_so_in_its_record(world: Path, tmp_path: Path, monkeyp
     with pytest.raises(QuatrainError, match=r"^no$"):
         run(world, tmp_path / "out", max_steps=1)
     assert json.loads((tmp_path / "out" / "run.json").read_text())["result"]["ending"] == "failed"
+
+
+def test_a_checkpoint_of_another_version_is_refused_as_such(world: Path, tmp_path: Path) -> None:
+    run(world, tmp_path / "out", max_steps=1)
+    folder = tmp_path / "out" / "checkpoints" / "step-000001"
+    record = json.loads((folder / "progress.json").read_text())
+    without = {name: value for name, value in record.items() if name != "given"}
+    for other in ({**record, "progress": {**record["progress"], "moons": 2}}, without):
+        (folder / "progress.json").write_text(json.dumps(other))
+        write_manifest(folder)
+        with pytest.raises(CheckpointError, match=r"progress.json is not the record of a run as this version"):
+            train({"out": str(tmp_path / "out"), "resume": True}, Recorder())

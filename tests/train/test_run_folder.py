@@ -111,6 +111,18 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
         check(tmp_path / "new", resume=True)
 
 
+def test_a_lost_record_costs_no_checkpoint(tmp_path: Path) -> None:
+    """M2: without run.json, or with a cut one, a run can still be resumed; without both it is no run."""
+    folder = an_earlier_run(tmp_path / "run")
+    (folder / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="holds no Quatrain run"):
+        check(folder, resume=True)
+    (folder / "checkpoints" / "step-000004").mkdir(parents=True)
+    check(folder, resume=True)
+    with pytest.raises(ConfigError, match="holds no Quatrain run"):
+        check(folder, overwrite=True)
+
+
 def test_a_full_disk_is_known_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """M7: the disk space of the checkpoints is compared with what is free."""
     check_disk(tmp_path / "new", 1000, keep=2)
@@ -221,3 +233,10 @@ def test_a_ratio_in_warmup_steps_is_recognised(value: Any) -> None:
     """F2: 0.1 steps of warm-up was meant as a ratio."""
     with pytest.raises(ConfigError, match="did you mean warmup_ratio"):
         Settings.resolve({"warmup_steps": value})
+
+
+def test_another_adapter_to_start_from_is_refused_on_resume() -> None:
+    """F6: a run starts only once, so that --override has nothing to apply."""
+    for more in ({}, {"override": True}):
+        with pytest.raises(ConfigError, match="adapter: not set in the checkpoint, other now, and a run starts once"):
+            settings_for_resume({"resume": True, "adapter": "other", **more}, saved())

@@ -37,7 +37,8 @@ RULES = """## Resuming a run
 (on the CPU, with the same number of threads and the same versions; a difference in those is printed).
 
 - All options come from the checkpoint. One that is given again with another value is refused by name, unless
-  `--override` is given as well: then it applies from the first resumed step on, and is printed.
+  `--override` is given as well: then it applies from the first resumed step on, and is printed. Another
+  `adapter` to start from is refused in any case.
 - Where things are and what is kept may always differ:
   {free}.
 - The model and the rows are compared by content, not by path. Another model is refused; other rows need `--override`.

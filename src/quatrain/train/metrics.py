@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,18 @@ class MetricsLog:
             raise CheckpointError(f"cannot write {self.path}: {error.strerror}", hint="is the disk full?") from error
 
     def truncate(self, step: int) -> None:
-        """Keep the lines up to optimizer step `step`. A last line cut short by a crash goes too."""
+        """Keep the lines up to optimizer step `step`. What a crash left of others, text or not, goes too."""
         if not self.path.exists():
             return
         kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError):
-                continue
-        write_file(self.path, "".join(kept).encode())
+        try:
+            for line in self.path.read_bytes().splitlines():
+                with suppress(ValueError, KeyError, TypeError):
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line + b"\n")
+            write_file(self.path, b"".join(kept))
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path}: {error.strerror}", hint="move it away") from error
 
 
 def _not_finite(value: Any) -> bool:

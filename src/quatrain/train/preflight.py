@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quatrain.checkpoint.resume import checkpoints_in
 from quatrain.config import RunOptions
 from quatrain.errors import CheckpointError, ConfigError, PlanError
 
@@ -170,7 +171,7 @@ def _check_owner(folder: Path, options: RunOptions) -> None:
         if options.resume:
             raise ConfigError(f"out: there is no run to resume in {folder}", hint="leave out --resume to start one")
         return
-    if not is_run(folder):
+    if not is_run(folder) and not (options.resume and checkpoints_in(folder / CHECKPOINTS)):
         raise ConfigError(
             f"out: {folder} is not empty and holds no Quatrain run", hint="choose a new or empty folder for --out"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quatrain.checkpoint.atomic import recover, write_file
-from quatrain.checkpoint.resume import Checkpoint, check_same_parameters, newest_complete
+from quatrain.checkpoint.resume import PROGRESS, Checkpoint, check_same_parameters, newest_complete
 from quatrain.config import InstructConfig
 from quatrain.errors import CheckpointError, ConfigError, ModelError, QuatrainError
 from quatrain.memory.process import peak_resident_bytes
@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from quatrain.engine.layout import Layout
     from quatrain.memory.plan import MemoryPlan
     from quatrain.train.pipeline import InstructPipeline
+
+
+# What resuming needs of a checkpoint's record, and of the progress in it.
+_RECORDED = {"progress", "given", "options", "data_sha256", "model_sha256", "threads", "versions"}
+_PROGRESS = Progress.__dataclass_fields__.keys()
 
 
 @dataclass(frozen=True)
@@ -299,6 +304,11 @@ def _settings_of_checkpoint(settings: Settings, folder: Path, reporter: Reporter
     if checkpoint is None:
         raise CheckpointError(
             f"{folder} has no complete checkpoint to resume from", hint="--overwrite starts the run from its beginning"
+        )
+    if not checkpoint.progress.keys() >= _RECORDED or not checkpoint.progress["progress"].keys() <= _PROGRESS:
+        raise CheckpointError(
+            f"{checkpoint.path / PROGRESS} is not the record of a run as this version of Quatrain writes it",
+            hint="resume with the version that began the run (run.json says which)",
         )
     merged, notes = settings_for_resume(settings.given, checkpoint.progress)
     reporter.notice(f"resuming from {checkpoint.path.name}")

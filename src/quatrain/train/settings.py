@@ -81,6 +81,11 @@ def settings_for_resume(given: dict[str, Any], saved: dict[str, Any]) -> tuple[S
         if name not in FREE_ON_RESUME and value != saved["options"].get(name)
     }
     listed = [f"{name}: {_say(before)} in the checkpoint, {_say(now)} now" for name, (before, now) in changed.items()]
+    if "adapter" in changed:
+        raise ConfigError(
+            f"resume with another --adapter: {listed[list(changed).index('adapter')]}, and a run starts once",
+            hint="leave it out to go on as before, or begin a new run with it in another --out",
+        )
     if changed and not settings.run.override:
         raise ConfigError(
             "resume with other options than the checkpoint's: " + "; ".join(listed),
