@@ -13,7 +13,7 @@ from tiny_model import write_rows, write_tiny_model
 from train.standin import Recorder
 
 from quatrain.checkpoint.atomic import write_manifest
-from quatrain.errors import CheckpointError, QuatrainError
+from quatrain.errors import CheckpointError, ConfigError, QuatrainError
 from quatrain.train.run import _require_changed, prepare_run, train
 from quatrain.train.settings import Settings
 
@@ -104,3 +104,12 @@ def test_a_checkpoint_of_another_version_is_refused_as_such(world: Path, tmp_pat
         write_manifest(folder)
         with pytest.raises(CheckpointError, match=r"progress.json is not the record of a run as this version"):
             train({"out": str(tmp_path / "out"), "resume": True}, Recorder())
+
+
+def test_a_run_is_not_resumed_into_fewer_steps_than_it_has_done(world: Path, tmp_path: Path) -> None:
+    """F6: it would be "finished after step 3 of 2"."""
+    run(world, tmp_path / "out", max_steps=3)
+    resume = {"out": str(tmp_path / "out"), "resume": True, "override": True}
+    with pytest.raises(ConfigError, match="step-000003: 3 steps are done, and with these options the run has 2"):
+        train({**resume, "max_steps": 2}, Recorder())
+    assert train({**resume, "max_steps": 4}, Recorder()).steps == 4

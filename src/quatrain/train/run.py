@@ -198,6 +198,12 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
         progress = Progress(**checkpoint.progress["progress"])
         identity["started_from"] = checkpoint.progress.get("started_from")  # absent in those of earlier versions
         _check_identity(checkpoint, identity, settings, reporter)
+        if progress.step > preparation.total_steps:
+            raise ConfigError(
+                f"{checkpoint.path.name}: {progress.step} steps are done, and with these options the run has "
+                f"{preparation.total_steps}",
+                hint="ask for that many or more, or begin a shorter run in another --out",
+            )
     check_disk(folder, sum(count for _, count in preparation.modules().values()), preparation.kept_checkpoints)
     reporter.prepared(preparation)
     if _already_finished(preparation, progress, folder):
