@@ -113,3 +113,12 @@ def test_a_run_is_not_resumed_into_fewer_steps_than_it_has_done(world: Path, tmp
     with pytest.raises(ConfigError, match="step-000003: 3 steps are done, and with these options the run has 2"):
         train({**resume, "max_steps": 2}, Recorder())
     assert train({**resume, "max_steps": 4}, Recorder()).steps == 4
+
+
+def test_an_adapter_is_not_overwritten_by_the_run_that_goes_on_from_it(world: Path, tmp_path: Path) -> None:
+    """P6: a run that breaks off early would leave neither the old one nor a new one."""
+    run(world, tmp_path / "out", max_steps=1)
+    for adapter in (tmp_path / "out", tmp_path / "out" / "adapter"):
+        with pytest.raises(ConfigError, match="which --overwrite would empty"):
+            run(world, tmp_path / "out", max_steps=1, adapter=str(adapter), overwrite=True)
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").is_file()

@@ -58,6 +58,12 @@ def start_from(settings: Settings, source: ModelSource) -> tuple[Settings, Start
         raise ConfigError(
             f"adapter: {given} holds no adapter_config.json", hint="give an adapter folder or a run folder"
         )
+    out = Path(settings.run.out).expanduser().resolve()
+    if settings.run.overwrite and out in folder.resolve().parents:
+        raise ConfigError(
+            f"adapter: {folder} lies in {settings.run.out}, which --overwrite would empty before there is another",
+            hint="choose another --out",
+        )
     saved = read_adapter(folder)
     notices = check_base(saved, source.fingerprint())
     own = {**saved.options(), "lora_dropout": saved.dropout}
