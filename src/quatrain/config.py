@@ -355,7 +355,7 @@ class RunOptions(Options):
     resume: bool = Field(False, description="go on from the newest complete checkpoint in the run folder")
     override: bool = Field(False, description="on resume, let options given now replace those of the checkpoint")
     overwrite: bool = Field(False, description="replace an earlier run in the same folder")
-    threads: int | None = Field(None, ge=1, description="CPU threads; default: what torch finds")
+    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; default: what torch finds")
 
     @field_validator("data", mode="before")
     @classmethod
