@@ -170,6 +170,7 @@ def test_weighted_sources_go_on_with_the_same_rows(world: World, tmp_path: Path)
     write_rows(tmp_path / "more.jsonl", 9)
     data: list[Any] = [f"{world.folder / 'rows.jsonl'}@0.4", {"path": str(tmp_path / "more.jsonl"), "weight": 1.5}]
     whole = run(world, tmp_path / "whole", data=data, epochs=3)
+    assert whole.ending == "finished"  # a SIGTERM from outside stops a run too, at its last step with another best
     assert run(world, tmp_path / "parts", data=data, epochs=3, stop_after=7).total_steps == whole.total_steps == 15
     with pytest.raises(CheckpointError, match="rows are not those of"):
         run(world, tmp_path / "parts", resume=True, data=[data[0], str(tmp_path / "more.jsonl")])

@@ -70,7 +70,9 @@ def command(
     ] = 7,
     threads: Annotated[
         int | None,
-        typer.Option("--threads", metavar="INTEGER", min=1, help="CPU threads, torch's too; default: what torch finds"),
+        typer.Option(
+            "--threads", metavar="INTEGER", min=1, max=1024, help="CPU threads, torch's too; default: what torch finds"
+        ),
     ] = None,
     only: Annotated[
         str | None, typer.Option("--only", metavar="kernels|steps", help="leave the other part out")
