@@ -102,9 +102,16 @@ def test_list_and_clear_in_words(train, folder, capsys):
 
 def test_a_foreign_file_is_shown_as_one(folder, capsys):
     folder.mkdir()
-    (folder / "x.safetensors").write_bytes(b"hello")
+    (folder / f"{'0a' * 16}.safetensors").write_bytes(b"hello")
     assert main(["cache", "--cache-dir", str(folder)]) == 0
     assert "not an entry of this version" in capsys.readouterr().out
+
+
+def test_a_model_folder_given_by_mistake_keeps_its_weights(folder, capsys):
+    write_tiny_model(folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    assert listed(folder, capsys, "--clear", "all")["deleted"] == []
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("key", ["nothing", ""])

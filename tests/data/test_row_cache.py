@@ -200,12 +200,13 @@ def test_a_dump_reads_the_files_and_keeps_nothing(data: Path, folder: Path) -> N
 
 def test_entries_are_listed_and_cleared(data: Path, folder: Path) -> None:
     load(data, folder), load(data, folder, seq=100)
-    (folder / "x.rows").write_bytes(b"hello")
+    foreign = "0a" * 16
+    (folder / f"{foreign}.rows").write_bytes(b"hello")
     (folder / ".y.partial").write_bytes(b"left behind")
     cache = RowCache(folder)
     entries = {entry.key: entry for entry in cache.entries()}
-    assert len(entries) == 3 and entries["x"].made is None
-    key = next(key for key in entries if key != "x")
+    assert len(entries) == 3 and entries[foreign].made is None
+    key = next(key for key in entries if key != foreign)
     assert entries[key].made.files[0][0] == str(data) and entries[key].made.key == key
     assert [entry.key for entry in cache.clear(key)] == [key]
     assert len(cache.clear()) == 2 and list(folder.iterdir()) == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from quatrain.config import InstructConfig
 
 ENVIRONMENT = "QUATRAIN_CACHE_DIR"
 PARTIAL = ".partial"
+_KEY = re.compile("[0-9a-f]{32}")
 
 
 def sha256_of(path: Path) -> str:
@@ -58,8 +60,11 @@ class Entry:
 
 
 def entries_in(folder: Path, suffix: str, describe: Callable[[Path], Any | None]) -> list[Entry]:
-    """The entries with a suffix, the last used first. Raises OSError when the folder cannot be read."""
-    paths = [path for path in folder.glob("*" + suffix) if path.is_file()] if folder.is_dir() else []
+    """The entries with a suffix, the last used first. Raises OSError when the folder cannot be read.
+
+    A file with another name than a key's is none: it must not be cleared, as when the folder is really a model's."""
+    named = [path for path in folder.glob("*" + suffix) if _KEY.fullmatch(path.stem)] if folder.is_dir() else []
+    paths = [path for path in named if path.is_file()]
     found = [Entry(path, path.stat().st_size, path.stat().st_mtime, describe(path)) for path in paths]
     return sorted(found, key=lambda entry: -entry.last_used)
 
