@@ -266,3 +266,12 @@ def test_target_modules_are_a_list_only_when_all_layers_match() -> None:
         target_modules(mixed, 2)
         == r"model\.layers\.(?:1)\.(?:mlp\.up_proj)|model\.layers\.(?:0|1)\.(?:self_attn\.q_proj)"
     )
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    """M2: saving replaces a folder, which may only be an earlier adapter."""
+    _, tensors = trained(families.BY_NAME["llama"], CONFIGS["all"])
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is not empty and holds no adapter"):
+        save(tmp_path, tensors, CONFIGS["all"])
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

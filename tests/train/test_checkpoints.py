@@ -62,6 +62,14 @@ def test_a_disk_that_is_full_while_tensors_are_written(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001"]
 
 
+def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    """M2: a file of that name stays where it is."""
+    (tmp_path / "x").write_text("rows")
+    with pytest.raises(CheckpointError, match="it is a file, want a folder"):
+        write(tmp_path / "x", "one")
+    assert names(tmp_path) == ["x"] and (tmp_path / "x").read_text() == "rows"
+
+
 def test_a_crash_between_the_renames_is_undone(tmp_path: Path) -> None:
     """M2: killed between the two renames."""
     target, aside = tmp_path / "x", tmp_path / ".x.previous"

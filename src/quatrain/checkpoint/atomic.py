@@ -28,8 +28,10 @@ def staged_folder(target: Path) -> Iterator[Path]:
     When the block raises, the staging folder is removed and `target` is untouched. The folder that is replaced is moved
     aside first and deleted last; `recover` puts it back after a crash between the two renames.
 
-    Raises CheckpointError when the file system refuses (no space, no permission).
+    Raises CheckpointError when `target` is a file, and when the file system refuses (no space, no permission).
     """
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"cannot write {target}: it is a file, want a folder", hint="choose another name")
     recover(target)
     staging, previous = _staging(target), _previous(target)
     try:

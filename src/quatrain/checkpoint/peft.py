@@ -107,10 +107,15 @@ def save_adapter(
     """Write an adapter folder that PEFT loads with equal logits; replaces an older one only when complete.
 
     `tensors` are the fp32 masters by PEFT name; `files` (tokenizer, template) are carried along byte for byte. Raises
-    CheckpointError for a non-finite tensor, and when what was written does not read back bit for bit.
+    CheckpointError for a non-finite tensor, for a folder with anything but an adapter in it, and when what was written
+    does not read back bit for bit.
     """
     import torch
     from safetensors.torch import save
+
+    folder = Path(folder).absolute()
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder} is not empty and holds no adapter", hint="choose a new folder for the adapter")
 
     if not tensors:
         raise CheckpointError(f"adapter {folder}: there is no tensor to save")
@@ -123,7 +128,7 @@ def save_adapter(
     masters = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(_peft_config(masters, config, num_layers, base_name), indent=2, sort_keys=True) + "\n"
     weights = save(masters, metadata={"format": "pt", FINGERPRINT_KEY: base_fingerprint})
-    with staged_folder(Path(folder)) as stage:
+    with staged_folder(folder) as stage:
         for name, content in {**(files or {}), WEIGHTS_FILE: weights, CONFIG_FILE: text.encode()}.items():
             (stage / name).write_bytes(content)
         _compare(read_adapter(stage), masters, config, base_fingerprint)

@@ -292,8 +292,8 @@ class InstructPipeline:
 
     def save_adapter(self, folder: str | Path) -> None:
         """Writes PEFT's `adapter_config.json` and `adapter_model.safetensors` and the tokenizer's files, reads them
-        back and compares. Raises CheckpointError when any of that fails; an earlier adapter in `folder` is replaced
-        only at the end."""
+        back and compares. Raises CheckpointError when any of that fails, or when `folder` holds something else; an
+        earlier adapter in it is replaced only at the end."""
         from quatrain.checkpoint.peft import save_adapter
         from quatrain.checkpoint.trained_rows import TrainedRows
 
