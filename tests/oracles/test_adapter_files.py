@@ -145,6 +145,14 @@ def test_all_bad_tensors_are_reported_together_and_nothing_changes(saved: Any) -
     assert not any(tensor.any() for tensor in ours.values())
 
 
+def test_a_model_of_another_size_is_refused_in_a_few_lines(saved: Any) -> None:
+    folder, tensors, config = saved
+    ours = {name.replace("layers.", "layers.1"): torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"does not fit \(\d\d problems\): missing .* and \d\d more") as error:
+        load_adapter(folder, ours, config, base_fingerprint="f" * 64)
+    assert len(str(error.value)) < 1500
+
+
 def test_other_options_are_refused(saved: Any) -> None:
     folder, tensors, config = saved
     other = config.model_copy(update={"lora_alpha": 12.0})

@@ -348,7 +348,7 @@ def load_adapter(
         problems.insert(0, f"its scale is {saved.scale:g}, here lora_alpha and lora_rank give {config.lora_scale:g}")
     if problems:
         raise CheckpointError(
-            f"{where} does not fit ({len(problems)} problems): " + "; ".join(problems),
+            f"{where} does not fit ({len(problems)} problems): {_some(problems, separator='; ')}",
             hint="give the rank, alpha, targets and base model that the adapter was trained with",
         )
     notices = check_base(saved, base_fingerprint, any_base=any_base)
@@ -371,6 +371,6 @@ def check_base(saved: SavedAdapter, base_fingerprint: str, *, any_base: bool = F
     return [message]
 
 
-def _some(names: list[str], limit: int = 8) -> str:
+def _some(names: list[str], limit: int = 8, separator: str = ", ") -> str:
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
+    return separator.join(names[:limit]) + rest
