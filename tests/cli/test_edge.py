@@ -29,6 +29,22 @@ def test_help_imports_nothing_heavy(words: list[str]) -> None:
     assert "Usage: quatrain" in done.stdout
 
 
+def test_help_fills_its_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paragraph is broken at the terminal's width alone: of all its lines only the last is short."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["export", "--help"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    begin = next(i for i, line in enumerate(lines) if line.startswith("Merges the adapter"))
+    paragraph = lines[begin : lines.index("", begin)]
+    assert len(paragraph) > 2 and all(len(line) > 60 for line in paragraph[:-1])
+
+
+@pytest.mark.parametrize("module", ["quatrain", "quatrain.cli"])
+def test_python_m(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("quatrain "), done.stderr
+
+
 def test_the_check_of_imports_can_fail() -> None:
     code = f"import sys, torch\nassert not ({HEAVY!r} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 1

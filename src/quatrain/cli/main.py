@@ -40,7 +40,9 @@ COMMANDS = (
     init, train, check, plan, evaluate, chat, runs, run_report, export, adapter, cache, bench, doctor, schema
 )  # fmt: skip
 for module in COMMANDS:
-    app.command(name=module.NAME, help=module.HELP)(module.command)
+    # Typer keeps the line breaks of all but the first paragraph, which a narrow terminal would break once more.
+    paragraphs = [" ".join(paragraph.split()) for paragraph in module.HELP.split("\n\n")]
+    app.command(name=module.NAME, help="\n\n".join(paragraphs))(module.command)
 
 
 @app.callback()
