@@ -37,6 +37,7 @@ def test_what_is_exported_answers_as_the_run_does(world: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "into its dequantised NF4 weights, stored as f32" in said
     assert "max |logit difference| to the adapter on a probe prompt: " in said
+    assert "the date" not in said  # the template prints none
     assert f"quatrain chat --model {out}" in said.replace("\n           ", "")  # what to do next
     assert ("ollama create" in said) == (form == "ollama")
     want = answer(capsys, "--model", str(world / "run"))
@@ -69,3 +70,14 @@ def test_how_an_adapter_was_trained_is_known_or_said(world: Path, capsys: pytest
     assert main([*words, str(world / "b"), "--quantize", "none"]) == 0
     said = capsys.readouterr().out
     assert "taken to be" not in said and "into the model's own weights" in said
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"versions": {"quatrain": "0"}}'])
+def test_a_spoiled_run_file_is_told(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    """I10: its options would otherwise become the defaults in silence."""
+    shutil.copytree(world / "run", tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text(content)
+    assert main(["chat", "--model", str(tmp_path / "run"), "--max-new-tokens", "1", "hello"]) == 0
+    assert "run.json holds no options of a training" in capsys.readouterr().err

@@ -158,14 +158,19 @@ def _with_adapter(folder: Path, base: str) -> InUse:
     if not base and not saved.base_name:
         raise ConfigError(f"{folder} does not say which model it belongs to", hint="give --model BASE --adapter FOLDER")
     run = folder.parent / RUN_FILE
-    options = json.loads(run.read_text())["options"] if is_run(folder.parent) else {}
+    options = json.loads(run.read_text()).get("options", {}) if is_run(folder.parent) else {}
     engine = {name: options[name] for name in _ENGINE_OPTIONS if name in options}
     data = {name: options[name] for name in _PROMPT_OPTIONS if options.get(name) is not None}
     # The adapter carries the template it was trained with; the file that it came from need not be there any more.
     if (folder / "tokenizer.json").is_file():
         data.pop("chat_template", None)
     source, notices = open_source(base or saved.base_name), []
+    if run.exists() and not options:
+        notices.append(
+            f"{run} holds no options of a training: those that are not in the adapter (how the base was quantised, a "
+            "system text) are the defaults"
+        )
     if saved.brings:
         source = TrainedRows(source, saved)
-        notices = [source.notes[-1]]
+        notices.append(source.notes[-1])
     return InUse(source, folder, {**engine, **saved.options()}, data, notices=notices)

@@ -149,9 +149,10 @@ def write_adapter(job: Job, merge: Merge, kind: str, folder: Path) -> list[str]:
 def _left_out(job: Job) -> list[str]:
     """What prompts of the training have and other programs cannot know from the files."""
     notices = []
+    dated = job.renderer is not None and "strftime_now" in job.renderer.template.text  # the only way to the date
     if job.options.format != "ollama" and (system := job.prompt.get("system")):
         notices.append(f"prompts of the training have the system text {system!r}: other programs must be given it")
-    if job.options.format != "ollama" and (date := job.prompt.get("template_date")):
+    if dated and job.options.format != "ollama" and (date := job.prompt.get("template_date")):
         notices.append(f"prompts of the training have the date {date}: other programs print today's")
     return notices
 
