@@ -62,6 +62,16 @@ def test_a_disk_that_is_full_while_tensors_are_written(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000001"]
 
 
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """M2: the folder behind a link is replaced, and nothing is left beside either."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for text in ("one", "two"):
+        write(tmp_path / "link", text)
+    assert names(tmp_path) == ["link", "real"] and (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "inner" / "a.txt").read_text() == "two"
+
+
 def test_a_file_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     """M2: a file of that name stays where it is."""
     (tmp_path / "x").write_text("rows")
