@@ -81,3 +81,13 @@ def test_a_spoiled_run_file_is_told(
     (tmp_path / "run" / "run.json").write_text(content)
     assert main(["chat", "--model", str(tmp_path / "run"), "--max-new-tokens", "1", "hello"]) == 0
     assert "run.json holds no options of a training" in capsys.readouterr().err
+
+
+def test_a_base_that_has_moved_is_asked_for(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(world / "run", tmp_path / "run")
+    config = tmp_path / "run" / "adapter" / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(world / "model"), "models/gone/long/ago"))
+    assert main(["chat", "--model", str(tmp_path / "run"), "hello"]) == 1
+    said = capsys.readouterr().err
+    assert "was trained on models/gone/long/ago, which cannot be opened" in said
+    assert f"--model BASE --adapter {tmp_path / 'run' / 'adapter'}" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -164,7 +165,13 @@ def _with_adapter(folder: Path, base: str) -> InUse:
     # The adapter carries the template it was trained with; the file that it came from need not be there any more.
     if (folder / "tokenizer.json").is_file():
         data.pop("chat_template", None)
-    source, notices = open_source(base or saved.base_name), []
+    try:
+        source, notices = open_source(base or saved.base_name), []
+    except ModelError as error:
+        if base:
+            raise
+        hint = f"say where its base is now: --model BASE --adapter {shlex.quote(str(folder))}"
+        raise ModelError(f"{folder} was trained on {saved.base_name}, which cannot be opened", hint=hint) from error
     if run.exists() and not options:
         notices.append(
             f"{run} holds no options of a training: those that are not in the adapter (how the base was quantised, a "
