@@ -177,6 +177,7 @@ def test_all_misfits_are_reported_together(tmp_path):
         "model.embed_tokens.weight: type F64 is not supported",
     ):
         assert said in str(caught.value)
+    assert "BF16" in (caught.value.hint or "")
 
 
 def test_known_buffers_are_ignored(tmp_path):

@@ -122,9 +122,12 @@ def check_inventory(source: ModelSource) -> None:
         problems += _problems_of(name, info, wanted.get(name))
     if problems:
         more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
+        types = any(info.dtype not in READABLE for info in found.values())
         raise ModelError(
             f"{source.name}: the tensors do not fit its configuration: {'; '.join(problems[:_MOST_SHOWN])}{more}",
-            hint="the weights and the configuration must come from the same model",
+            hint="take the model in BF16, F16 or F32, or convert it with the library that made it"
+            if types
+            else "the weights and the configuration must come from the same model",
         )
 
 
