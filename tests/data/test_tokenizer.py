@@ -128,8 +128,17 @@ def test_folders_without_a_usable_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path)
     for content, problem in ((b"{", "not JSON"), (b"{}", "cannot be used"), (b"\xff", "not UTF-8")):
         (tmp_path / "tokenizer.json").write_bytes(content)
-        with pytest.raises(ModelError, match=problem):
+        with pytest.raises(ModelError, match=f"{tmp_path}.*{problem}"):
             Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"chat_template": 3}, {"eos_token": ["</s>"]}])
+def test_values_that_are_no_texts_are_refused(tmp_path: Path, config: dict[str, object]) -> None:
+    folder = folder_of(tmp_path, byte_level())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with pytest.raises(ModelError, match=f"{folder}: tokenizer_config.json: .*want a string, got"):
+        Tokenizer.from_folder(folder)
 
 
 def test_b17_special_tokens_must_exist() -> None:

@@ -124,19 +124,22 @@ class Tokenizer:
         for name, value in _read_json(folder, files, "special_tokens_map.json").items():
             config.setdefault(name, value)
         text = _utf8(folder / "tokenizer.json", files["tokenizer.json"])
-        special = {name: _token_text(config.get(name)) for name in _SPECIAL_NAMES}
         extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
         extra = extra.values() if isinstance(extra, dict) else extra
-        add_bos, add_eos = _added_around(text, special["bos_token"], special["eos_token"])
-        return cls(
-            text,
-            chat_template=_template_of(folder, files, config),
-            **special,
-            add_bos=bool(config.get("add_bos_token", add_bos)) and special["bos_token"] is not None,
-            add_eos=bool(config.get("add_eos_token", add_eos)) and special["eos_token"] is not None,
-            files=files,
-            extra_special=[_token_text(token) or "" for token in extra],
-        )
+        try:
+            special = {name: _token_text(config.get(name)) for name in _SPECIAL_NAMES}
+            add_bos, add_eos = _added_around(text, special["bos_token"], special["eos_token"])
+            return cls(
+                text,
+                chat_template=_template_of(folder, files, config),
+                **special,
+                add_bos=bool(config.get("add_bos_token", add_bos)) and special["bos_token"] is not None,
+                add_eos=bool(config.get("add_eos_token", add_eos)) and special["eos_token"] is not None,
+                files=files,
+                extra_special=[_token_text(token) or "" for token in extra],
+            )
+        except ModelError as error:
+            raise ModelError(f"{folder}: {error}", hint=error.hint) from error.__cause__
 
     # Vocabulary
 
@@ -371,7 +374,13 @@ def _added_around(tokenizer_json: str, bos: str | None, eos: str | None) -> tupl
 
 def _token_text(value: Any) -> str | None:
     """A special token as text; files write it as a string or as an object with `content`."""
-    return value.get("content") if isinstance(value, dict) else value
+    return _string("a special token", value.get("content") if isinstance(value, dict) else value)
+
+
+def _string(what: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ModelError(f"tokenizer_config.json: {what}: want a string, got {json.dumps(value)}")
+    return value
 
 
 def _template_of(folder: Path, files: dict[str, bytes], config: dict[str, Any]) -> str | None:
@@ -380,7 +389,7 @@ def _template_of(folder: Path, files: dict[str, bytes], config: dict[str, Any]) 
     template = config.get("chat_template")
     if isinstance(template, list):  # several named ones
         template = {entry["name"]: entry["template"] for entry in template}
-    return template.get("default") if isinstance(template, dict) else template
+    return _string("chat_template", template.get("default") if isinstance(template, dict) else template)
 
 
 def _parsed_config(files: dict[str, bytes]) -> dict[str, Any]:
