@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny_model import write_tiny_model
 
 from quatrain.cli import docs, errors
 from quatrain.cli.main import COMMANDS, main
@@ -43,6 +45,29 @@ def test_help_fills_its_lines(capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_python_m(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("quatrain "), done.stderr
+
+
+def test_what_standard_output_cannot_hold(tmp_path: Path) -> None:
+    """A character that its encoding lacks is written as its code; a full disk is told as one."""
+    (tmp_path / "rows ü.jsonl").write_text('{"instruction": "a", "response": "b"}\n' * 2, encoding="utf-8")
+    write_tiny_model(tmp_path / "model")
+    words = [
+        sys.executable,
+        "-m",
+        "quatrain",
+        "check",
+        "--model",
+        "model",
+        "--no-cache",
+        "rows ü.jsonl",
+        "rows ü.jsonl",
+    ]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, cwd=tmp_path, env=ascii_only, capture_output=True, text=True)
+    assert done.returncode == 0 and "rows \\xfc.jsonl" in done.stdout, done.stderr
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 4 and "No space left" in done.stderr and "bug" not in done.stderr
 
 
 def test_the_check_of_imports_can_fail() -> None:
