@@ -91,3 +91,12 @@ def test_a_base_that_has_moved_is_asked_for(world: Path, tmp_path: Path, capsys:
     said = capsys.readouterr().err
     assert "was trained on models/gone/long/ago, which cannot be opened" in said
     assert f"--model BASE --adapter {tmp_path / 'run' / 'adapter'}" in said
+
+
+def test_a_spoiled_record_of_an_export_is_told(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """I10: without its record an export is quantised again, as a base model is."""
+    out = tmp_path / "out"
+    assert main(["export", "--adapter", str(world / "run"), "--out", str(out)]) == 0
+    (out / "export.json").write_text("{")
+    assert main(["chat", "--model", str(out), "--max-new-tokens", "1", "hello"]) == 0
+    assert "export.json is not what an export says about itself" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quatrain.config import DataOptions, InstructConfig, build
 from quatrain.errors import ConfigError, ModelError
-from quatrain.train.preflight import ADAPTER_CONFIG, RUN_FILE, find_adapter, is_run, read_record
+from quatrain.train.preflight import ADAPTER_CONFIG, EXPORT_FILE, RUN_FILE, find_adapter, is_run, read_record
 
 if TYPE_CHECKING:
     from quatrain.checkpoint.source import ModelSource
@@ -121,12 +121,17 @@ def _without_adapter(model: str) -> InUse:
     folder = path if path.is_dir() else path.parent
     record = read_record(folder) if path.exists() else None
     engine, data = ({"quantize": "none"}, dict(record.get("prompt", {}))) if record is not None else ({}, {})
+    notices = []
+    if record is None and path.exists() and (folder / EXPORT_FILE).exists():
+        notices.append(
+            f"{folder / EXPORT_FILE} is not what an export says about itself: this is taken for a base model"
+        )
     if path.name != MODELFILE and not (path.is_dir() and (path / MODELFILE).is_file()):
-        return InUse(open_source(model), None, engine, data)
+        return InUse(open_source(model), None, engine, data, notices=notices)
     file = read_modelfile(folder / MODELFILE)
     if file.system is not None:
         data["system"] = file.system
-    notices = [f"the Modelfile's PARAMETER {line} has no counterpart here" for line in file.others]
+    notices += [f"the Modelfile's PARAMETER {line} has no counterpart here" for line in file.others]
     it = InUse(open_source(str(file.model)), None, engine, data, file.sampling)
     return replace(it, notices=notices + _other_template(it, file.template))
 
