@@ -107,6 +107,25 @@ def test_the_date_of_the_training_goes_along(
         assert tokenizer is not None and tokenizer.decode(ids).startswith("<|im_start|>on 03 Feb 2001<|im_end|>")
 
 
+def test_a_file_of_options_may_name_the_model_and_the_data(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it does for a training; a flag or an argument beats it."""
+    file, rows = tmp_path / "options.yaml", world / "rows.jsonl"
+    file.write_text(f"model: {world / 'run'}\ndata: {rows}\ncompute_dtype: fp32\n")
+    assert main(["eval", "--config", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["eval_loss"] == loss(capsys, world, ["--model", str(world / "run")])
+    (tmp_path / "one.jsonl").write_text(rows.read_text().splitlines()[0] + "\n")
+    words = ["eval", "--config", str(file), "--model", str(world / "model"), "--json", str(tmp_path / "one.jsonl")]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 1
+    file.write_text(f"adapter: {world / 'run'}\nformat: gguf\nout: {tmp_path / 'out'}\n")
+    assert main(["export", "--config", str(file)]) == 0 and (tmp_path / "out").is_dir()
+    file.write_text("model: [1]\n")
+    assert main(["chat", "--config", str(file), "hi"]) == 2
+    assert "model: want text, got ['1']" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["hf", "gguf", "ollama"])
 def test_what_other_programs_cannot_know_is_told(world: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
     """L5: a system text and a date that only the run knows; a Modelfile has both."""

@@ -84,6 +84,14 @@ def test_a_run_that_changed_nothing_is_not_a_success() -> None:
         _require_changed(SimpleNamespace(state=lambda: state))  # type: ignore[arg-type]
 
 
+def test_a_run_without_a_finite_evaluation_is_not_a_success(world: Path, tmp_path: Path) -> None:
+    """F10: the loss was finite before each step and the adapter is finite; the evaluations are not."""
+    with pytest.raises(QuatrainError, match="no evaluation gave a finite loss"):
+        run(world, tmp_path / "out", max_steps=2, learning_rate=1e30, val_split=0.2)
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["result"]["ending"] == "failed"
+    assert not (tmp_path / "out" / "adapter").exists()
+
+
 def test_a_failed_run_says_so_in_its_record(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise QuatrainError("no")

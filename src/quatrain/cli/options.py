@@ -23,6 +23,7 @@ from quatrain.errors import ConfigError
 
 ALIASES = {"learning_rate": "--lr"}
 _SHORT = {alias.lstrip("-"): name for name, alias in ALIASES.items()}
+_NAMED_IN_FILES = {"model", "adapter", "data", "system"}
 CONFIG_HELP = "YAML file of options; a flag beats the file, the file beats the default"
 
 
@@ -66,7 +67,7 @@ def with_options(*groups: Group) -> Callable[[Callable[..., None]], Callable[...
                     for other in _excluded_by(name):
                         given.pop(other, None)
                     given[name] = _split(value, field.annotation)
-            command(given, **values)
+            command(given, **_from_file(values, given, config))
 
         keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
         run.groups = groups  # type: ignore[attr-defined]
@@ -75,6 +76,20 @@ def with_options(*groups: Group) -> Callable[[Callable[..., None]], Callable[...
         return run
 
     return decorate
+
+
+def _from_file(values: dict[str, Any], given: dict[str, Any], config: str | None) -> dict[str, Any]:
+    """The command's own parameters; what names a model or data may stand in the file instead (taken out of `given`).
+    Data files that are arguments replace those of the file."""
+    for name in _NAMED_IN_FILES & values.keys() & given.keys():
+        found = given.pop(name)
+        if values[name] or (name == "data" and values.get("files")):
+            continue
+        texts = found if isinstance(found, list) and name == "data" else [found]
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError(f"{config}: {name}: want text, got {found!r}")
+        values[name] = texts if name == "data" else found
+    return values
 
 
 def _excluded_by(name: str) -> list[str]:

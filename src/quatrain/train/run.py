@@ -240,11 +240,14 @@ def train(given: dict[str, Any], reporter: Reporter, stop: StopRequest | None = 
             pipeline.watch_graphs(reporter.notice)
             if preparation.layout.static:
                 pipeline.prepare_steps(preparation.batching.epoch(0).shapes())
-            ending = loop.run()
-            adapter = _final_adapter(pipeline, folder, progress, ending, reporter)
-            outcome = _outcome(ending, folder, adapter, preparation, progress, time.perf_counter() - began)
-            if ending != "interrupted":
+            ended = loop.run()
+            if ended != "interrupted":
+                _require_finite(progress)
+            adapter = _final_adapter(pipeline, folder, progress, ended, reporter)
+            outcome = _outcome(ended, folder, adapter, preparation, progress, time.perf_counter() - began)
+            if ended != "interrupted":
                 _require_changed(pipeline, identity["started_from"])
+            ending = ended
         finally:
             result = {"ending": ending, **asdict(progress), "peak_memory_bytes": peak_resident_bytes()}
             result["seconds"] = round(time.perf_counter() - began, 3)
@@ -417,6 +420,15 @@ def _require_changed(pipeline: InstructPipeline, started_from: dict[str, Any] | 
         raise QuatrainError(
             f"{len(unchanged)} adapters did not change at all, first {unchanged[0]}: this run is not a success",
             hint="check the learning rate and the skipped steps in metrics.jsonl",
+        )
+
+
+def _require_finite(progress: Progress) -> None:
+    """A run whose evaluations were all infinite or not a number has made nothing of use."""
+    if progress.evaluated_step and progress.best_step is None:
+        raise QuatrainError(
+            "no evaluation gave a finite loss: this run is not a success, and its adapter is of no use",
+            hint="check the learning rate, and the steps in metrics.jsonl",
         )
 
 
