@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,9 +49,12 @@ def check_run_folder(options: RunOptions) -> Path:
 def claimed(folder: Path) -> Iterator[None]:
     """The run folder, made if needed, while no other process may train in it. The lock ends with its process, however
     that ends. Raises ConfigError when another holds it."""
-    import fcntl  # not on Windows
-
     folder.mkdir(parents=True, exist_ok=True)
+    if sys.platform == "win32":  # there are no such locks
+        yield
+        return
+    import fcntl
+
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
