@@ -139,6 +139,15 @@ def test_rates_are_those_of_the_moment(
     assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".rows", ".safetensors"}
 
 
+def test_time_says_what_it_leaves_out(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sample answers at the evaluations come on top of the estimate; where there are none, nothing is said."""
+    evaluated = words(world, "--val-split", "0.25", "--epochs", "2", "--batch-size", "10")
+    assert main(["plan", *evaluated]) == 0
+    assert "not in it: 6 sample answers of up to 48 tokens (--samples 0: none)" in capsys.readouterr().out
+    assert main(["plan", *evaluated, "--samples", "0"]) == 0
+    assert "sample answer" not in capsys.readouterr().out
+
+
 def test_measuring_changes_no_bit_of_a_run(world: Path, tmp_path: Path) -> None:
     """The same losses whether rates were measured before the run (by the command) or not (from Python)."""
     from quatrain.train.run import train

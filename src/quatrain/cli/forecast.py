@@ -11,7 +11,7 @@ from quatrain.cli.console import block, columns, count, duration, megabytes, sev
 from quatrain.train.forecast import Forecast, Rates, TimeEstimate
 from quatrain.train.knobs import Knob, Setup, knobs
 from quatrain.train.run import Preparation, layout_of
-from quatrain.train.watch import sample_tokens
+from quatrain.train.watch import SAMPLE_TOKENS, sample_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -71,8 +71,11 @@ def time(console: Console, forecast: Forecast, rates: Rates | None) -> None:
     if rates is None:
         block(console, "time", ["no estimate: it is measured on the CPU only, and where a piece of the model fits"])
         return
-    estimate = forecast.time(rates)
-    block(console, "time", [f"{_range(estimate)}, by {rates.tokens} tokens through a piece of the model"])
+    lines = [f"{_range(forecast.time(rates))}, by {rates.tokens} tokens through a piece of the model"]
+    if forecast.answers:
+        answers = several(forecast.answers, "sample answer")
+        lines.append(f"not in it: {answers} of up to {SAMPLE_TOKENS} tokens (--samples 0: none)")
+    block(console, "time", lines)
 
 
 def _range(estimate: TimeEstimate) -> str:

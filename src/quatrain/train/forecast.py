@@ -37,8 +37,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class TimeEstimate:
-    """Seconds of training and evaluation, without loading the model. The model of a step is good to about 15 percent;
-    `least` and `most` add to that what the measurement itself varied by."""
+    """Seconds of training and evaluation, without loading the model and without sample answers. The model of a step
+    is good to about 15 percent; `least` and `most` add to that what the measurement itself varied by."""
 
     seconds: float
     least: float
@@ -79,8 +79,13 @@ class Forecast:
     def trainable(self) -> int:
         return sum(parameters for _, parameters in self.it.modules().values())
 
+    @property
+    def answers(self) -> int:
+        """Sample answers that the run generates. Their time is not estimated: no rate is one of single tokens."""
+        return self.it.evaluations * len(self.it.prompts)
+
     def time(self, rates: Rates) -> TimeEstimate:
-        """Everything that is computed, at the measured rates."""
+        """Training and evaluation at the measured rates, without sample answers."""
         layers, tokens = self.spec.num_layers, self.epoch.tokens * self.epochs
         blocks = layers * (rates.forward + rates.backward) + self.it.layout.first_kept * rates.recompute
         head = rates.head * self.spec.vocab_size
