@@ -145,6 +145,17 @@ def test_fields_that_mean_nothing_are_said(world: Path, capsys: pytest.CaptureFi
     assert not (world / "quatrain.yaml").exists()
 
 
+def test_one_row_after_one_without_fields(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fields are those of the first row that has any."""
+    (world / "odd.jsonl").write_text('{}\n{"question": "q", "answer": "a"}\n')
+    (world / "one.jsonl").write_text('{"instruction": "q", "output": "a"}\n')
+    assert main(["init", "odd.yaml", "--model", "model", "--data", "odd.jsonl"]) == 0
+    said = capsys.readouterr().out
+    assert "prompt_field: question" in said and "1 of 2 rows cannot be used" in said
+    assert main(["init", "one.yaml", "--model", "model", "--data", "one.jsonl", "--overwrite"]) == 0
+    assert "1 row read, 1 usable" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "value", ["yes", "null", "a: b", "a #b", "- x", "", "007", "a, b", "it's", '"', "x\ny", "[", "1e-4", "ü", "~"]
 )

@@ -257,6 +257,7 @@ def test_a21_mixed_schemas(tmp_path: Path) -> None:
     ("values", "problem"),
     [
         ({"question": "q", "answer": "a"}, "question, answer fit no known schema"),
+        ({}, "the row has no fields, want those of a known schema"),
         ({"instruction": "a"}, "has 'instruction' but no field response or output"),
         ({"instruction": " ", "output": "b"}, "instruction is empty"),
         ({"instruction": 3, "output": "b"}, "instruction is a number"),

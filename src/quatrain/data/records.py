@@ -112,6 +112,8 @@ def _detect(values: dict[str, Any], options: DataOptions) -> tuple[str, tuple[st
         missing = " or ".join(wanted[1] for wanted in partly)
         raise RowError(f"no field {missing}", f"has {partly[0][0]!r} but no field {missing}; it has {_names(values)}")
     known = "; ".join(f"{schema}: {', '.join(wanted)}" for schema, wanted in schemas.items())
+    if not values:
+        raise RowError("no fields", f"the row has no fields, want those of a known schema ({known})")
     raise RowError(
         "unknown fields",
         f"the fields {_names(values)} fit no known schema ({known})",

@@ -71,7 +71,7 @@ def suggest(model: str, paths: Sequence[str]) -> Suggestions:
 
 def _suggest_fields(found: Suggestions, paths: Sequence[str]) -> None:
     """`prompt_field` and `response_field` where the first rows fit no known schema, `json_fields` for objects."""
-    records = _first_records(paths)
+    records = [record for record in _first_records(paths) if record.values]
     if not records or _is_known(records[0], DataOptions()):
         return
     columns = list(records[0].values)
@@ -126,7 +126,8 @@ def _suggest_lengths(found: Suggestions, report: DataReport, longest: int) -> No
         )
     lengths = report.lengths
     kinds = ", ".join(f"{name} {number:,}" for name, number in report.schemas.items())
-    found.seen.append(f"{report.read:,} rows read, {report.used:,} usable: {kinds}; template: {report.template}")
+    rows = "1 row" if report.read == 1 else f"{report.read:,} rows"
+    found.seen.append(f"{rows} read, {report.used:,} usable: {kinds}; template: {report.template}")
     found.seen.append(
         f"rows of {lengths.min:,} to {lengths.max:,} tokens, half of them up to {lengths.median:,.0f}, "
         f"95 percent up to {lengths.p95:,}"
