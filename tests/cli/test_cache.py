@@ -77,6 +77,18 @@ def test_a_spoiled_entry_is_a_note_of_the_run(train, folder, capsys):
     assert "its entry for these rows is not used and will be written again" in " ".join(said.split())
 
 
+@pytest.mark.parametrize("by", ["cache_dir", "$QUATRAIN_CACHE_DIR"])
+def test_a_file_is_no_cache_folder(train, folder, capsys, monkeypatch, by):
+    folder.write_text("mine")
+    if by == "cache_dir":
+        assert main(["cache", "--cache-dir", str(folder)]) == 2
+    else:
+        monkeypatch.setenv("QUATRAIN_CACHE_DIR", str(folder))
+        assert main(["cache"]) == 2
+    assert f"{by}: {folder} is a file, want a folder" in capsys.readouterr().err
+    assert train() == 2 and folder.read_text() == "mine"
+
+
 def test_list_and_clear_in_words(train, folder, capsys):
     assert train() == 0 and train("--no-double-quant") == 0
     entries = listed(folder, capsys)["entries"]
@@ -120,11 +132,6 @@ def test_an_unknown_key_is_refused(folder, key, capsys):
     assert f"0 entries have a key that starts with {key!r}" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_a_file_is_empty(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert listed(tmp_path / "file", capsys)["entries"] == []
-
-
 def test_check_uses_the_rows_of_train_and_says_what_is_wrong_with_them(train, folder, tmp_path, capsys):
     assert train() == 0
     (rows,) = folder.glob("*.rows")
@@ -135,4 +142,5 @@ def test_check_uses_the_rows_of_train_and_says_what_is_wrong_with_them(train, fo
     rows.write_bytes(b"")
     capsys.readouterr()
     assert main(words) == 0
-    assert "is not used and will be written again" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"cache {folder}: its entry for these rows is not used" in said and "cache cache" not in said

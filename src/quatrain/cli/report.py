@@ -90,7 +90,7 @@ def full(console: Console, prepared: Prepared) -> None:
             [f"{several(len(prepared.train), 'row')} to train on, {count(len(prepared.validation))} held out"],
         )
     if prepared.notices:
-        block(console, "cache", prepared.notices)
+        block(console, "cache", [line.removeprefix("cache ") for line in prepared.notices])
 
 
 def _totals(report: DataReport) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quatrain.config import InstructConfig
+from quatrain.errors import ConfigError
 
 ENVIRONMENT = "QUATRAIN_CACHE_DIR"
 PARTIAL = ".partial"
@@ -31,10 +32,16 @@ def sha256_of(path: Path) -> str:
 
 
 def cache_folder(option: str | None) -> Path:
-    """Where entries are: the option, else $QUATRAIN_CACHE_DIR, else `quatrain` in the user's cache folder (XDG)."""
+    """Where entries are: the option, else $QUATRAIN_CACHE_DIR, else `quatrain` in the user's cache folder (XDG).
+
+    Raises ConfigError when what the option or the variable names is there and is no folder."""
     named = option or os.environ.get(ENVIRONMENT)
     if named:
-        return Path(named).expanduser()
+        folder = Path(named).expanduser()
+        if folder.exists() and not folder.is_dir():
+            by = "cache_dir" if option else f"${ENVIRONMENT}"
+            raise ConfigError(f"{by}: {folder} is a file, want a folder", hint="name another folder, or leave it out")
+        return folder
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "quatrain"
 
