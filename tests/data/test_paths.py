@@ -36,7 +36,8 @@ def test_p5_paths_that_are_not_a_data_file(tmp_path: Path) -> None:
     assert "no data file" in refused()[0]
     assert "not a regular file" in refused("/dev/null")[0]
     (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
-    assert "is a link to gone.jsonl, where no file is" in refused(tmp_path / "link.jsonl")[0]
+    for typed in (tmp_path / "link.jsonl", tmp_path, tmp_path / "*.jsonl"):
+        assert f"{tmp_path / 'link.jsonl'}: is a link to gone.jsonl, where no file is" in refused(typed)[0]
 
 
 def test_p5_spaces_home_and_globs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,12 +73,13 @@ def _resolve(typed: str) -> list[Path | HubRows]:
     if path.exists():
         raise DataError(f"{typed}: is not a regular file, so it cannot be read twice", hint="write it to a file first")
     if glob.has_magic(str(path)):
-        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
+        found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        found = [file for file in found if file.is_file() or _leads_nowhere(file)]
         if not found:
             raise DataError(f"{typed}: no file matches")
+        _refuse_broken_links(found)
         return list(found)
-    if path.is_symlink():
-        raise DataError(f"{typed}: is a link to {path.readlink()}, where no file is")
+    _refuse_broken_links([path])
     siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f"did you mean {path.parent / near[0]}?" if near else None
@@ -95,8 +96,20 @@ def _files_of(folder: Path) -> list[Path]:
         raise DataError(f"{folder}: holds several splits", hint=f"name one: {folder}/ followed by one of {splits}")
     saved = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     suffixes = (".arrow",) if saved else _SUFFIXES
-    names = sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+    entries = (file for file in folder.iterdir() if file.is_file() or _leads_nowhere(file))
+    names = sorted(file for file in entries if not file.name.startswith("."))
     found = [file for file in names if file.name.lower().removesuffix(".gz").endswith(suffixes)]
+    _refuse_broken_links(found)
     if not found:
         raise DataError(f"{folder}: no data file in this folder", hint=f"supported: {SUPPORTED}")
     return found
+
+
+def _leads_nowhere(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
+
+
+def _refuse_broken_links(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if _leads_nowhere(path):
+            raise DataError(f"{path}: is a link to {path.readlink()}, where no file is", hint="mend or delete the link")
