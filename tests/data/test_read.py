@@ -220,11 +220,17 @@ def test_a9_text_stays_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("a,,\n1,2,3\n", "the column name '' comes twice"), ('a,b\n1,"x\n', "rows.csv:2: broken CSV"), ("", "is empty")],
+    [
+        ("a,,\n1,2,3\n", "the column name '' comes twice"),
+        ('a,b\n1,"x\n', "rows.csv:2: broken CSV"),
+        ("", "is empty"),
+        ("a,b\r1,2\r", "rows.csv:1: a carriage return .* stands alone"),
+        ("a,b\n1,2\n3\r,4\n", "rows.csv:3: a carriage return .* stands alone"),
+    ],
 )
 def test_broken_csv(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text(text)
+    path.write_text(text, newline="")
     with pytest.raises(DataError, match=problem):
         list(read_records(path))
 

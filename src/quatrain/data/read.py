@@ -209,6 +209,12 @@ def _read_csv(path: Path) -> Iterator[Record | Skipped]:
                     detail = f"{len(row)} values for {len(header)} columns"
                     yield Skipped(source, "wrong number of values", detail)
         except csv.Error as error:
+            if "new-line character" in str(error):  # csv's own words are about how Python opens a file
+                raise DataError(
+                    f"{path}:{begin}: a carriage return (CR) stands alone and outside of quotes, want lines that end "
+                    "with LF or CRLF",
+                    hint=r"put a value with a CR in quotes; where CR ends the lines: tr '\r' '\n' < FILE > NEW",
+                ) from None
             raise DataError(f"{path}:{begin}: broken CSV: {error}") from error
 
 
