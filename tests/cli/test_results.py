@@ -194,6 +194,9 @@ def test_an_edited_modelfile(
         ("FROM llama3.2\n", "FROM llama3.2: no such file"),
         ("FROM ./model-f32.gguf\nADAPTER ./a.gguf\n", "a base with an adapter as GGUF is not supported"),
         ("# FROM ./model-f32.gguf\n", "no FROM line"),
+        ("FROM ./model-f32.gguf\nPARAMETER temperature hot\n", "PARAMETER temperature: want a number, got 'hot'"),
+        ("FROM ./model-f32.gguf\nPARAMETER top_k 4.5\n", "PARAMETER top_k: want a whole number, got '4.5'"),
+        ("FROM ./model-f32.gguf\nPARAMETER min_p\n", "PARAMETER min_p: want a number, got ''"),
     ],
 )
 def test_modelfiles_that_cannot_be_opened(

@@ -37,7 +37,8 @@ class Modelfile:
 
 
 def read_modelfile(path: Path) -> Modelfile:
-    """Raises ModelError for a file without FROM, for a model that is no local file, and for an ADAPTER."""
+    """Raises ModelError for a file without FROM, for a model that is no local file, for an ADAPTER, and for a parameter
+    that should be a number and is none."""
     commands: dict[str, list[str]] = {}
     for found in _COMMAND.finditer(_without_comments(path.read_text(encoding="utf-8"))):
         text = next((group for group in found.groups()[1:] if group is not None), "")
@@ -55,7 +56,7 @@ def read_modelfile(path: Path) -> Modelfile:
         raise ModelError(
             f"{path}: FROM {named}: no such file", hint="models of Ollama's own store cannot be opened here"
         )
-    sampling, others = _parameters(commands.get("PARAMETER", []))
+    sampling, others = _parameters(path, commands.get("PARAMETER", []))
     template, system = (commands.get(name, [None])[-1] for name in ("TEMPLATE", "SYSTEM"))
     return Modelfile(path, model, template, system, sampling, others)
 
@@ -67,7 +68,7 @@ def _without_comments(text: str) -> str:
     return '"""'.join(parts)
 
 
-def _parameters(lines: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _parameters(path: Path, lines: list[str]) -> tuple[dict[str, Any], list[str]]:
     sampling: dict[str, Any] = {}
     others = []
     for line in lines:
@@ -84,5 +85,8 @@ def _parameters(lines: list[str]) -> tuple[dict[str, Any], list[str]]:
             else:
                 others.append(line)
         except ValueError:
-            others.append(line)
+            wanted = "whole number" if name in _OPTIONS and _OPTIONS[name][1] is int else "number"
+            raise ModelError(
+                f"{path}: PARAMETER {name}: want a {wanted}, got {value!r}", hint="correct that line"
+            ) from None
     return sampling, others
