@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 bad usage or configuration, 3 bad data, 4 not
     enough memory or disk, 130 interrupted."""
     gc.set_threshold(_OBJECTS_A_COLLECTION)
+    _fill_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character ends no answer
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -88,6 +89,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     except Exception as error:  # noqa: BLE001 - the outermost border: everything becomes one line and an exit code
         return errors.report(error, debug=debug)
+
+
+def _fill_closed_streams() -> None:
+    """Python has None for a standard stream that was closed by whoever started us: what is written there is dropped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - open until the process ends
 
 
 # typer carries its own copy of click in some releases and imports click in others; this is the right one in both.
