@@ -70,6 +70,25 @@ def test_what_standard_output_cannot_hold(tmp_path: Path) -> None:
     assert done.returncode == 4 and "No space left" in done.stderr and "bug" not in done.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
+    """What would be written there is dropped; the command does its work, and its exit code is that of an open one."""
+    for words, code in (("cache --cache-dir folder", 0), ("cache --cache-dir folder --clear none", 2)):
+        line = f'"$0" -m quatrain {words} {closed}'
+        done = subprocess.run(["sh", "-c", line, sys.executable], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == code, (done.stdout, done.stderr)
+        assert "bug" not in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_name_that_is_too_long_is_no_bug(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, rows, out = tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / ("x" * 300)
+    write_tiny_model(model)
+    rows.write_text('{"instruction": "a", "response": "b"}\n')
+    assert main(["train", "--model", str(model), "--data", str(rows), "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert f"{out}: File name too long" in said and "a shorter name" in said and "bug" not in said
+
+
 def test_the_check_of_imports_can_fail() -> None:
     code = f"import sys, torch\nassert not ({HEAVY!r} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 1

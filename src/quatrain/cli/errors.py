@@ -27,6 +27,9 @@ def report(error: BaseException, *, debug: bool) -> int:
         # Any look at a path may meet this, the question whether it exists included.
         _print(f"{os.fsdecode(error.filename)}: {error.strerror}", _causes(error), "allow access to it and its folders")
         return 1
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG and error.filename is not None:
+        _print(f"{os.fsdecode(error.filename)}: {error.strerror}", _causes(error), "give it a shorter name")
+        return 1
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _print(str(error), _causes(error), "free some space")
         return 4
