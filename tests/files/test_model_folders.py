@@ -194,8 +194,9 @@ def test_known_buffers_are_ignored(tmp_path):
 def test_non_finite_weights_are_refused_by_name(tmp_path, mode, name, bad):
     folder, _ = saved(tmp_path)
     edit_weights(folder, lambda t: t[name].view(-1)[3:4].fill_(bad))
-    with pytest.raises(ModelError, match=f"{name}.*NaN or infinity"):
+    with pytest.raises(ModelError, match=f"{folder}: {name}.*NaN or infinity") as error:
         params_of(folder, mode)
+    assert "damaged" in str(error.value.hint) and error.value.__cause__ is None
 
 
 @pytest.mark.parametrize("fault", [lambda w: w.mul_(2), lambda w: w.zero_(), lambda w: w.neg_()])

@@ -78,17 +78,18 @@ def _convert(
     linear: Callable[[str, torch.Tensor | Nf4Tensor], torch.Tensor | Nf4Tensor],
 ) -> dict[str, torch.Tensor | Nf4Tensor]:
     """Every tensor as the model holds it, by name; a head that is tied to the embedding is left out. `linear` makes the
-    weight of a block's linear from its name and what the source holds."""
+    weight of a block's linear from what errors call it and what the source holds."""
     loaded: dict[str, torch.Tensor | Nf4Tensor] = {}
     with one_thread(), large_frees_returned():
         for name, tensor in source.tensors():
             if names.ignorable(name):
                 continue
+            where = f"{source.name}: {name}"
             if names.is_linear_weight(name):
-                loaded[name] = linear(name, tensor)
+                loaded[name] = linear(where, tensor)
             else:
                 dtype = norm_dtype(compute_dtype) if _is_norm(name) else compute_dtype
-                loaded[name] = _plain(name, tensor, dtype)
+                loaded[name] = _plain(where, tensor, dtype)
             del tensor  # before the next one is read
     if source.spec.tie_word_embeddings:
         _drop_tied_head(loaded, source.name)
@@ -144,17 +145,17 @@ def _problems_of(name: str, info: TensorInfo, wanted: tuple[int, ...] | None) ->
     return problems
 
 
-def _expanded(name: str, weight: torch.Tensor | Nf4Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _expanded(where: str, weight: torch.Tensor | Nf4Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A linear's weight in `dtype`, whatever it is stored as."""
     if not isinstance(weight, Nf4Tensor):
-        return _plain(name, weight, dtype)
+        return _plain(where, weight, dtype)
     values = torch.empty(weight.shape, dtype=dtype)
     dequantize(values, weight)
     return values
 
 
 def _quantized(
-    name: str,
+    where: str,
     weight: torch.Tensor | Nf4Tensor,
     double_quant: bool,
     quantizer: Callable[..., Nf4Tensor],
@@ -166,22 +167,22 @@ def _quantized(
     try:
         quantized = quantizer(weight, double_quant=double_quant)
     except KernelError as error:
-        raise ModelError(f"{name}: {error}") from error
+        raise ModelError(f"{where}: {error}", hint=error.hint) from None
     error_size = error_of(quantized, weight)
     if not error_size <= LARGEST_ERROR:  # NaN does not pass
         raise ModelError(
-            f"{name}: quantisation went wrong: relative error {error_size:.3f}, want at most {LARGEST_ERROR}",
+            f"{where}: quantisation went wrong: relative error {error_size:.3f}, want at most {LARGEST_ERROR}",
             hint="this should not happen; please report it with the model's name",
         )
     return quantized
 
 
-def _plain(name: str, tensor: torch.Tensor | Nf4Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _plain(where: str, tensor: torch.Tensor | Nf4Tensor, dtype: torch.dtype) -> torch.Tensor:
     assert isinstance(tensor, torch.Tensor)
     tensor = tensor.to(dtype).contiguous()
     # Both ends of the range: NaN wins either, and there is no mask of the tensor's size to pay for.
     if not all(bool(torch.isfinite(end)) for end in torch.aminmax(tensor)):
-        raise ModelError(f"{name}: holds NaN or infinity", hint="the model is damaged or was saved after it diverged")
+        raise ModelError(f"{where}: holds NaN or infinity", hint=reference.NOT_FINITE_HINT)
     return tensor
 
 

@@ -49,6 +49,7 @@ MIDPOINTS = ((CODE[:-1] + CODE[1:]) / 2).tolist()
 _TINY = 1e-38
 _CHUNK = 16384  # values at a time: in the cache, and too few for torch to split each small step over threads
 _BINS = 65536
+NOT_FINITE_HINT = "the model is damaged or was saved after it diverged"
 
 
 def quantize(weight: torch.Tensor, *, double_quant: bool) -> Nf4Tensor:
@@ -78,7 +79,7 @@ def check_weight(weight: torch.Tensor) -> None:
 
 
 def not_finite() -> KernelError:
-    return KernelError("nf4.quantize: weight: want finite values, got NaN or infinity")
+    return KernelError("nf4.quantize: weight: want finite values, got NaN or infinity", hint=NOT_FINITE_HINT)
 
 
 def nested_offset(absmax: torch.Tensor) -> torch.Tensor:
