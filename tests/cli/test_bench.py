@@ -9,6 +9,7 @@ import pytest
 from tiny_model import write_tiny_model
 
 from quatrain.cli.main import main
+from quatrain.model.shapes import SHAPES
 
 QUICK = ["--tokens", "64", "--row", "32", "--steps-tokens", "32,64", "--repeats", "1", "--lora-rank", "4", "--no-cache"]
 
@@ -19,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_everything_is_measured_and_kept(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "new folder" / "bench.json"
+    out = tmp_path / "bench.json"
     assert main(["bench", model, *QUICK, "--json", str(out)]) == 0
     said = capsys.readouterr().out
     for part in ("GFLOP/s bf16", "GB/s", "gate+up backward", "torch ms", "tokens/s", "planned"):
@@ -66,3 +67,17 @@ def test_a_step_that_does_not_fit_is_a_line(model: str, capsys: pytest.CaptureFi
 def test_bad_usage(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_json_file_that_cannot_be_is_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, message in (("new/bench.json", "is no folder"), ("", "is a folder")):
+        assert main(["bench", "--shape", "smollm2-135m", "--json", str(tmp_path / name)]) == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_every_shape(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["bench", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in SHAPES)

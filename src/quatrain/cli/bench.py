@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from quatrain.cli.options import Group, with_options
 from quatrain.config import InstructConfig
 from quatrain.errors import ConfigError
+from quatrain.model.shapes import SHAPES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +43,7 @@ def command(
     ] = None,
     shape: Annotated[
         str | None,
-        typer.Option("--shape", metavar="NAME", help="random weights: smollm2-135m, qwen2.5-0.5b or qwen2.5-1.5b"),
+        typer.Option("--shape", metavar="NAME", help=f"random weights in the shape of {', '.join(SHAPES)}"),
     ] = None,
     tokens: Annotated[
         int,
@@ -87,7 +89,7 @@ def command(
         raise ConfigError(f"only: want kernels or steps, got {only!r}")
     lengths = _lengths(steps_tokens)
     if json_file:
-        Path(json_file).parent.mkdir(parents=True, exist_ok=True)  # before an hour of measuring
+        _check_file(Path(json_file))
     from quatrain.bench.run import Bench
     from quatrain.cli.console import stdout
     from quatrain.config import build
@@ -103,6 +105,16 @@ def command(
         Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if any("error" in step for step in report["steps"]):
         raise typer.Exit(1)
+
+
+def _check_file(path: Path) -> None:
+    """Raises ConfigError for a file that could not be written after an hour of measuring."""
+    if path.is_dir():
+        raise ConfigError(f"json: {path} is a folder", hint="give the name of a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"json: {path.parent} is no folder", hint="create it, or give another name for the file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"json: {path} cannot be written", hint="give a file that you may write to")
 
 
 def _lengths(text: str) -> tuple[int, ...]:
