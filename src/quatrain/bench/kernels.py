@@ -21,7 +21,7 @@ from quatrain.errors import KernelError
 from quatrain.model.spec import ModelSpec
 from quatrain.ops.nf4.reference import dequantize
 from quatrain.ops.select import Backend, select_backend
-from quatrain.profile.limits import Limits
+from quatrain.profile.limits import Limits, settle
 from quatrain.profile.report import rows
 from quatrain.profile.spans import Profiler, Span
 
@@ -30,9 +30,6 @@ BOUNDS = {torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps, torch.float32: 1e
 """Of the error's norm relative to the result's. bf16: inputs are equal and sums are fp32, so a result carries a few
 roundings of eps / 2; 2 eps allows four that all point the same way. fp32: eps sqrt(n) is 1e-5 for 10,000 terms; ten
 times that allows for another order of additions and for what cancels."""
-
-_SPIN = 0.02
-"""Seconds. Torch's threads spin for some milliseconds after each of its ops, on the cores that ours want."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,12 @@ def measure_kernels(
     """Gate, then medians over `repeats`, one kernel after the other. Raises KernelError at the gate."""
     gate(spec, rank, dtype, backend)
     world = World(spec, tokens, row, rank, dtype, backend.quantize)
-    kernels, sweep = Kernels.bind(backend, world), torch.empty(2 * cache_bytes(), dtype=torch.uint8)
+    kernels, swept = Kernels.bind(backend, world), torch.zeros(2 * cache_bytes() // 4)
+    total = torch.zeros((), dtype=torch.float64)
+    # Each side sweeps with its own threads, so that they have settled.
+    sweeps = (lambda: kernels.ops.sum_squares(total, swept), lambda: swept.add_(1))
     for case in cases(world, backend.dequantize):
-        yield _time(case, kernels, backend, repeats, lambda: sweep.add_(1))
+        yield _time(case, kernels, backend, repeats, sweeps)
 
 
 def table(timed: list[Timed], limits: Limits) -> list[dict[str, Any]]:
@@ -119,13 +119,15 @@ def _require(what: str, got: Sequence[torch.Tensor], want: Sequence[torch.Tensor
             )
 
 
-def _time(case: Case, kernels: Kernels, backend: Backend, repeats: int, sweep: Callable[[], object]) -> Timed:
+def _time(
+    case: Case, kernels: Kernels, backend: Backend, repeats: int, sweeps: tuple[Callable[[], object], ...]
+) -> Timed:
     span = replace(_count(case, kernels), op=case.name, calls=1)
     ours, theirs = [], []
     for _ in range(repeats + 1):  # the first call of each is not counted
-        ours.append(_seconds(lambda: case.run(kernels), sweep, backend.running()))
+        ours.append(_seconds(lambda: case.run(kernels), sweeps[0], backend.running()))
         if case.peer is not None:
-            theirs.append(_seconds(case.peer, sweep, nullcontext()))
+            theirs.append(_seconds(case.peer, sweeps[1], nullcontext()))
     span.seconds = median(ours[1:])
     return Timed(span, median(theirs[1:]) if theirs else None)
 
@@ -140,8 +142,7 @@ def _count(case: Case, kernels: Kernels) -> Span:
 
 def _seconds(run: Callable[[], object], sweep: Callable[[], object], alone: Any) -> float:
     with alone:
-        time.sleep(_SPIN)
-        sweep()
+        settle(sweep)
         start = time.perf_counter()
         run()
         return time.perf_counter() - start

@@ -14,6 +14,8 @@ Work = Callable[[], float]
 _FLOATS = 32_000_000
 """Of each array of the memory measurement: 128 MB, so that no cache holds the three."""
 
+_SETTLED = 0.02  # seconds
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -50,10 +52,19 @@ def memory_traffic(floats: int = _FLOATS) -> tuple[Work, Work]:
     return copy, triad
 
 
-def best_rate(work: Work, repeats: int) -> float:
-    """The highest rate of `repeats` calls, after one that is not counted. A limit is what is possible, so the best
-    counts and not the median."""
+def settle(work: Callable[[], object]) -> None:
+    """Does some work, at least once, until the threads that do it are awake and on a core each (a woken one begins on
+    its waker's), and those of others have ended their spin: both take some milliseconds."""
+    until = time.perf_counter() + _SETTLED
     work()
+    while time.perf_counter() < until:
+        work()
+
+
+def best_rate(work: Work, repeats: int) -> float:
+    """The highest rate of `repeats` calls, once the threads have settled. A limit is what is possible, so the best
+    counts and not the median."""
+    settle(work)
     best = 0.0
     for _ in range(repeats):
         start = time.perf_counter()
