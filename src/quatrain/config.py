@@ -476,7 +476,7 @@ def _problems(error: ValidationError) -> list[str]:
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "want")
         if problem["type"] == "missing":
             message = "nothing given, and there is no default"
-        elif name and ", got " not in message:
+        elif name and not (problem["type"] == "value_error" and ", got " in message):  # ours may have said it
             got[where] = problem["input"]
         found = wants.setdefault(where, [])
         found.append(message.removeprefix("want ") if found else message)
