@@ -26,8 +26,8 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside `target`; when the block ends well it becomes `target`, replacing what was there.
 
     When the block raises, the staging folder is removed and `target` is untouched. A link stays, the folder that it
-    points to is replaced. The folder that is replaced is moved
-    aside first and deleted last; `recover` puts it back after a crash between the two renames.
+    points to is replaced. The folder that is replaced is moved aside first and deleted last; `recover` puts it back
+    after a crash between the two renames.
 
     Raises CheckpointError when `target` is a file, and when the file system refuses (no space, no permission).
     """

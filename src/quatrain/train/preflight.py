@@ -48,7 +48,7 @@ def check_run_folder(options: RunOptions) -> Path:
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
     """The run folder, made if needed, while no other process may train in it. The lock ends with its process, however
-    that ends. Raises ConfigError when another holds it."""
+    that ends; a system or a file system without locks keeps nobody out. Raises ConfigError when another holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     if sys.platform == "win32":  # there are no such locks
         yield
